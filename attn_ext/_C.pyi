@@ -1,0 +1,2 @@
+def isa() -> str:
+    """The instruction set of the CPU kernels in use."""

@@ -1,0 +1,1 @@
+"""CUDA kernels of the ops; importing it registers them."""

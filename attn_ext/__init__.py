@@ -1,0 +1,15 @@
+"""Attention operators for PyTorch in C and CUDA C, from naive to flash, made to be profiled."""
+
+from attn_ext import register as _register  # noqa: F401  what torch must know of the ops
+from attn_ext._ops import cpu_isa, cuda_missing, ops
+from attn_ext.sdpa import BACKENDS, dropout_state, scaled_dot_product_attention
+
+__version__ = "0.1.0"
+__all__ = [
+    "BACKENDS",
+    "cpu_isa",
+    "cuda_missing",
+    "dropout_state",
+    "ops",
+    "scaled_dot_product_attention",
+]
