@@ -2,6 +2,7 @@
 
 from attn_ext import register as _register  # noqa: F401  what torch must know of the ops
 from attn_ext._ops import cpu_isa, cuda_missing, ops
+from attn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func
 from attn_ext.sdpa import BACKENDS, dropout_state, scaled_dot_product_attention
 
 __version__ = "0.1.0"
@@ -10,6 +11,8 @@ __all__ = [
     "cpu_isa",
     "cuda_missing",
     "dropout_state",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "ops",
     "scaled_dot_product_attention",
 ]

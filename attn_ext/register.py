@@ -87,6 +87,25 @@ def _flash_backward_fake(
     return tuple(grads)
 
 
+def _varlen_forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    total, heads, _ = query.shape
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty((total, heads, value.shape[2]))
+    return out, query.new_empty((heads, total), dtype=dtype)
+
+
+def _varlen_backward_fake(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    output_mask = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    return tuple(
+        query.new_empty(tensor.shape if wanted else (0,))
+        for tensor, wanted in zip((query, key, value), output_mask, strict=True)
+    )
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "scale": _stage_fake,
     "masked_fill": _stage_fake,
@@ -98,6 +117,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "inplace_attention": _staged_fake,
     "flash_attention_forward": _flash_forward_fake,
     "flash_attention_backward": _flash_backward_fake,
+    "flash_attention_varlen_forward": _varlen_forward_fake,
+    "flash_attention_varlen_backward": _varlen_backward_fake,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -296,10 +317,41 @@ def _flash_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Grad, ..
     )
 
 
+def _varlen_setup(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    query, key, value, cum_seq_q, cum_seq_k, *ctx.numbers, rng_state = inputs
+    ctx.band = keyword_only_inputs
+    ctx.save_for_backward(query, key, value, *output, cum_seq_q, cum_seq_k, rng_state)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Grad, ...]:
+    if grad_out is None:
+        return (None,) * 10
+    *tensors, rng_state = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:3])
+    grads = ops.flash_attention_varlen_backward(
+        grad_out,
+        *tensors,
+        *ctx.numbers,
+        rng_state,
+        wanted,
+        **ctx.band,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    chosen = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+    return *chosen, *(None,) * 7
+
+
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
-        "attn_ext::flash_attention_backward has no derivative of its own: second derivatives of "
-        'fused attention are not supported; backend="naive" has them'
+        "the backward of fused attention has no derivative of its own: second derivatives of fused "
+        'attention are not supported; backend="naive" has them'
     )
 
 
@@ -316,13 +368,16 @@ _autograd("naive_attention", _staged_backward, _staged_setup)
 _autograd("inplace_attention", _staged_backward, _staged_setup)
 _autograd("flash_attention_forward", _flash_backward, _flash_setup)
 _autograd("flash_attention_backward", _no_double_backward, _save_nothing)
+_autograd("flash_attention_varlen_forward", _varlen_backward, _varlen_setup)
+_autograd("flash_attention_varlen_backward", _no_double_backward, _save_nothing)
 _library.impl("masked_fill_", _masked_fill_inplace_autograd, "Autograd")
 
 
 # Autocast: floating inputs of an attention op come in the autocast dtype, as with aten's.
 
 
-def _autocast(name: str, device_type: str) -> None:
+def _autocast(name: str, device_type: str, tensors: int) -> None:
+    """The first `tensors` arguments of the op are cast, the rest passes."""
     op = getattr(ops, name).default
 
     def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -330,21 +385,20 @@ def _autocast(name: str, device_type: str) -> None:
             return tensor
         return tensor.to(dtype)
 
-    def kernel(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        tensors = [cast(tensor, dtype) for tensor in (query, key, value, attn_mask)]
+        operands = [cast(tensor, dtype) for tensor in args[:tensors]]
         with torch.autocast(device_type, enabled=False):
-            return op(*tensors, *args, **kwargs)
+            return op(*operands, *args[tensors:], **kwargs)
 
     _library.impl(name, kernel, f"Autocast{device_type.upper()}")
 
 
 for _name in ATTENTION_OPS:
     for _device_type in ("cpu", "cuda"):
-        _autocast(_name, _device_type)
+        _autocast(_name, _device_type, tensors=4)
+for _device_type in ("cpu", "cuda"):
+    _autocast("flash_attention_varlen_forward", _device_type, tensors=3)
 
 
 # FLOPs, by torch's convention: two for a multiply-add, causal not halved, query heads counted.

@@ -5,36 +5,47 @@
 #include "flash.h"
 #include "staged.h"
 #include "stages.h"
+#include "varlen.h"
 
 namespace attn_ext {
 
-#define ATTN_EXT_STAGED                                                                            \
+/* clang-format off: schemas read as one line of arguments after the other. */
+#define STAGED                                                                                     \
   "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "         \
   "bool is_causal=False, Tensor? rng_state=None, *, float? scale=None) "                           \
   "-> (Tensor out, Tensor attn_weights)"
-#define ATTN_EXT_BAND                                                                              \
-  "float? scale=None, int? window_size_left=None, int? window_size_right=None, "                   \
-  "bool bottom_right=False, float softcap=0.0"
+#define BAND "float? scale=None, int? window_size_left=None, int? window_size_right=None"
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("scale(Tensor scores, float scale) -> Tensor");
   m.def("masked_fill(Tensor scores, Tensor? mask, float value, *, bool is_causal=False) -> Tensor");
-  m.def(
-      "masked_fill_(Tensor(a!) scores, Tensor? mask, float value, *, bool is_causal=False) -> ()");
+  m.def("masked_fill_(Tensor(a!) scores, Tensor? mask, float value, *, bool is_causal=False) -> ()");
   m.def("softmax(Tensor scores) -> Tensor");
   m.def("softmax_backward(Tensor grad_output, Tensor output) -> Tensor");
   m.def("dropout(Tensor probs, float p, Tensor rng_state) -> Tensor");
-  m.def("naive_attention" ATTN_EXT_STAGED);
-  m.def("inplace_attention" ATTN_EXT_STAGED);
+
+  m.def("naive_attention" STAGED);
+  m.def("inplace_attention" STAGED);
+
   m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
-        "float dropout_p=0.0, bool is_causal=False, Tensor? rng_state=None, *, " ATTN_EXT_BAND
-        ") -> (Tensor out, Tensor logsumexp)");
+        "float dropout_p=0.0, bool is_causal=False, Tensor? rng_state=None, *, " BAND ", "
+        "bool bottom_right=False, float softcap=0.0) -> (Tensor out, Tensor logsumexp)");
   m.def("flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor? attn_mask, float dropout_p, bool is_causal, "
-        "Tensor? rng_state, bool[4] output_mask, *, " ATTN_EXT_BAND
-        ", bool deterministic=False) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)");
+        "Tensor? rng_state, bool[4] output_mask, *, " BAND ", bool bottom_right=False, "
+        "float softcap=0.0, bool deterministic=False) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)");
+  m.def("flash_attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p=0.0, bool is_causal=False, "
+        "Tensor? rng_state=None, *, " BAND ", float softcap=0.0) "
+        "-> (Tensor out, Tensor logsumexp)");
+  m.def("flash_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+        "SymInt max_k, float dropout_p, bool is_causal, Tensor? rng_state, bool[3] output_mask, *, "
+        BAND ", float softcap=0.0, bool deterministic=False) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }
+/* clang-format on */
 
 STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("scale", TORCH_BOX(&scale<attn_scale_cpu>));
@@ -47,6 +58,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("inplace_attention", TORCH_BOX(&staged_attention<Fill::in_place>));
   m.impl("flash_attention_forward", TORCH_BOX(&flash_attention_forward<Cpu>));
   m.impl("flash_attention_backward", TORCH_BOX(&flash_attention_backward<Cpu>));
+  m.impl("flash_attention_varlen_forward", TORCH_BOX(&flash_attention_varlen_forward<Cpu>));
+  m.impl("flash_attention_varlen_backward", TORCH_BOX(&flash_attention_varlen_backward<Cpu>));
 }
 
 /* The ops above, plus which build of the CPU kernels this process uses. */

@@ -4,6 +4,7 @@
 #include "flash.h"
 #include "staged.h"
 #include "stages.h"
+#include "varlen.h"
 
 namespace attn_ext {
 
@@ -18,6 +19,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
   m.impl("inplace_attention", TORCH_BOX(&staged_attention<Fill::in_place>));
   m.impl("flash_attention_forward", TORCH_BOX(&flash_attention_forward<Cuda>));
   m.impl("flash_attention_backward", TORCH_BOX(&flash_attention_backward<Cuda>));
+  m.impl("flash_attention_varlen_forward", TORCH_BOX(&flash_attention_varlen_forward<Cuda>));
+  m.impl("flash_attention_varlen_backward", TORCH_BOX(&flash_attention_varlen_backward<Cuda>));
 }
 
 } // namespace attn_ext
