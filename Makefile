@@ -1,0 +1,62 @@
+# One command each. An interpreter that has torch is used as it is and nothing is downloaded; where it
+# has none, .venv gets a pinned one.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+has_torch := $(shell $(PYTHON) -c 'import importlib.util as u; print(u.find_spec("torch") and "yes")')
+ifeq ($(has_torch),yes)
+PY := $(PYTHON)
+clang_format := clang-format
+else
+PY := .venv/bin/python
+clang_format := .venv/bin/clang-format
+ready := .venv/ready
+endif
+
+sources = $(shell git ls-files -co --exclude-standard 'csrc/*.[ch]' 'csrc/*.cpp' 'csrc/*.cu' \
+                  'csrc/*.cuh' 'tests/*.[ch]' 'tests/*.cu')
+
+.PHONY: build profile test test-c test-gpu bench lint fmt sanitize clean
+
+build: $(ready)  ## compile both libraries in place
+	$(PY) setup.py -q build_ext --inplace
+
+profile: build  ## the main job: every form of attention, profiled side by side
+	$(PY) -m attn_ext.profile run
+
+test: build test-c  ## everything that needs no GPU
+	$(PY) -m pytest -m 'not gpu'
+
+test-c:  ## the C kernels of every instruction set against the reference
+	$(MAKE) -s -C tests/c check
+
+test-gpu: build
+	$(PY) -m pytest -m gpu
+
+bench: build  ## writes benchmarks/results
+	$(PY) benchmarks/bench_stages.py
+	$(PY) benchmarks/bench_attention.py
+
+lint: $(ready)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(clang_format) --dry-run -Werror $(sources)
+
+fmt: $(ready)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+	$(clang_format) -i $(sources)
+
+sanitize:  ## memory and undefined-behaviour checks of the C kernels
+	$(MAKE) -s -C tests/c check-asan check-valgrind
+
+clean:
+	rm -rf build attn_ext/*.so
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -U pip
+	.venv/bin/pip install -q $(TORCH) 'setuptools>=77' --group dev
+	touch $@
