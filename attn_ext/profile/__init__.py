@@ -1,0 +1,52 @@
+"""The profiler of attn_ext: runs attention in all its forms, and reads what torch recorded.
+
+    from attn_ext.profile import Case, Trace, run
+
+    summary = run(["naive", "flash"], Case(seq=256, dtype="fp32"), out="profile")
+    step = Trace.load("profile/8_16_256_64_naive_eager.json.gz").steps[0]
+    [kernel.name for kernel in step.kernels], len(step.memcpy), step.gpu_us
+
+`attn-ext run`, or `python -m attn_ext.profile run`, is the same from a shell. Times are in
+microseconds, sizes in bytes. `run` needs torch; reading a trace needs the standard library alone.
+
+    case     what is profiled           trace    a trace as regions and their events
+    collect  runs and measures          figures  regions as the figures of a row
+    cli      the command                table    rows as text
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attn_ext.profile.case import DTYPES, VARIANTS, Case, CaseError, default_case
+from attn_ext.profile.figures import SCHEMA, Row, Summary
+from attn_ext.profile.trace import Copy, Event, Region, Trace, TraceError
+
+if TYPE_CHECKING:
+    from attn_ext.profile.collect import run
+
+__all__ = [
+    "DTYPES",
+    "SCHEMA",
+    "VARIANTS",
+    "Case",
+    "CaseError",
+    "Copy",
+    "Event",
+    "Region",
+    "Row",
+    "Summary",
+    "Trace",
+    "TraceError",
+    "default_case",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # collect imports torch, which reading a trace does not need.
+    if name == "run":
+        from attn_ext.profile.collect import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

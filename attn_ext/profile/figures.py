@@ -1,0 +1,153 @@
+"""From a trace to the figures of a row: per step, and a single one where the steps agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from attn_ext.profile.trace import Region, Trace
+
+#: Version of what to_dict writes. A key that is absent is unknown; 0 is a figure.
+SCHEMA = 1
+
+
+@dataclass
+class Row:
+    """One variant of a run. None is unknown, never 0. Counts and gpu_us are of one step.
+
+    Attributes:
+        error: why the variant cannot run here, in one line; there are no figures then.
+        kernels, memcpy, memset: device events, where all steps agree.
+        gpu_us: median over the steps of the sum of their device events, in us.
+        ops: operators called on the host, nested ones included.
+        copies, copy_bytes: tensors that ops copied on the host, and the bytes written.
+        call_us: wall time of a call, in us, nothing profiled.
+        cpu_us: time to issue a call, in us, before the device is done with it.
+        peak_bytes: most bytes allocated at once in a call, on top of its inputs.
+        factor: how many times as fast as the first row that ran.
+        launches, lost: launches in all steps, and those of them without a kernel in the trace.
+        notes: what a reader must know before trusting the figures.
+    """
+
+    variant: str
+    error: str | None = None
+    trace: str | None = None
+    kernels: int | None = None
+    memcpy: int | None = None
+    memcpy_bytes: int | None = None
+    memset: int | None = None
+    gpu_us: float | None = None
+    ops: int | None = None
+    copies: int | None = None
+    copy_bytes: int | None = None
+    call_us: float | None = None
+    cpu_us: float | None = None
+    peak_bytes: int | None = None
+    factor: float | None = None
+    launches: int | None = None
+    lost: int | None = None
+    kernels_per_step: list[int] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, [])}
+
+
+@dataclass
+class Summary:
+    """A run: where and what it measured, and a row for each variant asked for."""
+
+    facts: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.facts.get("kind") == "gpu")
+
+    @property
+    def base(self) -> Row | None:
+        """The row that `factor` compares with."""
+        return next((row for row in self.rows if row.error is None), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What summary.json holds."""
+        rows = [row.to_dict() for row in self.rows]
+        return {"schema": SCHEMA, **self.facts, "rows": rows}
+
+
+def set_factors(summary: Summary) -> None:
+    """Fills `factor`: by device time on a GPU, by time per call on a CPU."""
+
+    def time(row: Row) -> float | None:
+        return row.gpu_us if summary.on_gpu else row.call_us
+
+    base = time(summary.base) if summary.base else None
+    for row in summary.rows:
+        own = time(row)
+        row.factor = base / own if base and own else None
+
+
+def read_trace(row: Row, trace: Trace, on_gpu: bool) -> None:
+    """Fills the figures of `row` that come from the steps of its trace."""
+    if not trace.steps:
+        row.notes.append("the trace has no step")
+    elif on_gpu:
+        _read_device(row, trace)
+    else:
+        _read_host(row, trace.steps)
+
+
+def _read_host(row: Row, steps: list[Region]) -> None:
+    row.ops = _agreed(row, "ops", steps, lambda step: len(step.operators))
+    row.copies = _agreed(row, "copies", steps, lambda step: len(step.copies))
+    sizes = [copy.bytes for copy in steps[0].copies]
+    if row.copies is not None and None not in sizes:
+        row.copy_bytes = sum(size or 0 for size in sizes)
+    peaks = [step.peak_bytes for step in steps]
+    if None not in peaks:
+        row.peak_bytes = max(peak or 0 for peak in peaks)
+
+
+def _read_device(row: Row, trace: Trace) -> None:
+    steps = trace.steps
+    if not trace.saw_device:
+        row.notes.append(
+            "the profiler recorded no CUDA event, so device figures are unknown; "
+            "KINETO_LOG_LEVEL=4 may show why"
+        )
+        return
+    row.launches = sum(len(step.launches) for step in steps)
+    row.lost = sum(len(step.lost) for step in steps)
+    row.kernels_per_step = [len(step.kernels) for step in steps]
+    whole = [step for step in steps if not step.lost]
+    if row.lost:
+        row.notes.append(
+            f"the profiler lost {row.lost} of {row.launches} launches, in "
+            f"{len(steps) - len(whole)} of {len(steps)} steps; "
+            + ("the figures are of the others" if whole else "device figures are unknown")
+        )
+    stray = len(trace.outside(steps))
+    if stray:
+        row.notes.append(f"{stray} device events belong to no step and are not counted")
+    if not whole:
+        return
+    row.kernels = _agreed(row, "kernels", whole, lambda step: len(step.kernels))
+    row.memcpy = _agreed(row, "memcpy", whole, lambda step: len(step.memcpy))
+    row.memset = _agreed(row, "memset", whole, lambda step: len(step.memset))
+    row.gpu_us = median(step.gpu_us for step in whole)
+    sizes = [copy.bytes for copy in whole[0].memcpy]
+    if row.memcpy is not None and None not in sizes:
+        row.memcpy_bytes = sum(size or 0 for size in sizes)
+
+
+def _agreed(
+    row: Row, what: str, steps: Sequence[Region], count: Callable[[Region], int]
+) -> int | None:
+    """The count that all steps have; None and a note where they differ."""
+    counts = [count(step) for step in steps]
+    if len(set(counts)) == 1:
+        return counts[0]
+    row.notes.append(f"{what} differ between the steps: {', '.join(map(str, counts))}")
+    return None

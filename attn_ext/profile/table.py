@@ -1,0 +1,140 @@
+"""A run as a table of text, at most 100 columns wide. With rich it gets colours, without it is the
+same table."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import NamedTuple, TextIO
+
+from attn_ext.profile.figures import Row, Summary
+
+WIDTH = 100
+_GAP = "  "
+_UNKNOWN = "-"
+
+
+class Span(NamedTuple):
+    text: str
+    style: str = ""
+
+
+#: A line of the table; the styles are rich's.
+Line = list[Span]
+
+
+class _Column(NamedTuple):
+    title: str
+    cell: Callable[[Row], str | None]
+    meaning: str
+
+
+def _count(value: int | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _us(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.1f}"
+
+
+def _mib(value: int | None) -> str | None:
+    if value is None:
+        return None
+    mib = value / 2**20
+    return f"{mib:,.1f}" if mib >= 1 or value == 0 else f"{mib:.2g}"
+
+
+def _columns(summary: Summary) -> list[_Column]:
+    """The columns of which at least one cell is known."""
+    base = summary.base
+    by = "GPU us" if summary.on_gpu else "call us"
+    columns = [
+        _Column("kernels", lambda row: _count(row.kernels), "kernels of a call"),
+        _Column("memcpy", lambda row: _count(row.memcpy), "copies by the device"),
+        _Column("memset", lambda row: _count(row.memset), "fills by the device"),
+        _Column("lost", lambda row: _count(row.lost), "launches of the run without a kernel seen"),
+        _Column("GPU us", lambda row: _us(row.gpu_us), "sum of a call's device events"),
+        _Column("ops", lambda row: _count(row.ops), "operators of a call, nested ones included"),
+        _Column("copies", lambda row: _count(row.copies), "tensors copied by them"),
+        _Column("copied MiB", lambda row: _mib(row.copy_bytes), "written by the copies"),
+        _Column("call us", lambda row: _us(row.call_us), "wall time of a call, not profiled"),
+        _Column("CPU us", lambda row: _us(row.cpu_us), "time to issue it, not profiled"),
+        _Column("peak MiB", lambda row: _mib(row.peak_bytes), "allocated on top of the inputs"),
+        _Column(
+            f"vs {base.variant if base else ''}",
+            lambda row: None if row.factor is None else f"{row.factor:.2f}x",
+            f"how many times as fast, by {by}",
+        ),
+    ]
+    if not any(row.lost for row in summary.rows):
+        columns = [column for column in columns if column.title != "lost"]
+    return [c for c in columns if any(c.cell(row) is not None for row in summary.rows)]
+
+
+def render(summary: Summary, title: str) -> list[Line]:
+    """The table: title, where it ran, a row for each variant, notes, what the columns mean."""
+    columns = _columns(summary)
+    name_width = max(len("variant"), *(len(row.variant) for row in summary.rows))
+    cells = [[column.cell(row) or _UNKNOWN for column in columns] for row in summary.rows]
+    widths = [
+        max(len(column.title), *(len(line[at]) for line in cells))
+        for at, column in enumerate(columns)
+    ]
+    rule = [Span("-" * (name_width + sum(len(_GAP) + width for width in widths)), "dim")]
+
+    def aligned(texts: list[str]) -> str:
+        return "".join(_GAP + text.rjust(w) for text, w in zip(texts, widths, strict=True))
+
+    facts = summary.facts
+    versions = [f"{facts['device']}", f"torch {facts['torch']}"]
+    versions += [f"{key} {facts[key]}" for key in ("cuda", "cudnn") if key in facts]
+    versions += [] if summary.on_gpu else [f"{facts['threads']} threads"]
+    lines = [[Span(_cut(title), "bold")], [Span(_cut(", ".join(versions)), "dim")], []]
+    heads = aligned([column.title for column in columns])
+    lines += [[Span("variant".ljust(name_width) + heads, "bold")], rule]
+    for row, texts in zip(summary.rows, cells, strict=True):
+        name = Span(row.variant.ljust(name_width), "cyan")
+        if row.error is None:
+            lines.append([name, Span(aligned(texts))])
+        else:
+            room = WIDTH - name_width - len(_GAP)
+            lines.append([name, Span(_GAP + _cut(f"cannot run: {row.error}", room), "yellow")])
+    lines.append(rule)
+    for row in summary.rows:
+        for note in row.notes:
+            lines += [[Span(text, "yellow")] for text in _wrapped(f"{row.variant}: {note}")]
+    for column in columns:
+        lines.append([Span(f"{column.title.ljust(name_width)}{_GAP}{column.meaning}", "dim")])
+    return lines
+
+
+def plain(lines: list[Line]) -> str:
+    return "".join("".join(span.text for span in line).rstrip() + "\n" for line in lines)
+
+
+def write(lines: list[Line], stream: TextIO | None = None) -> None:
+    """Prints the lines, in colour where rich is installed and the stream is a terminal.
+
+    rich leaves the colours out where NO_COLOR is set.
+    """
+    stream = stream or sys.stdout
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        stream.write(plain(lines))
+        return
+    console = Console(file=stream, highlight=False)
+    for line in lines:
+        text = Text.assemble(*((span.text, span.style) for span in line))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+def _cut(text: str, width: int = WIDTH) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

@@ -1,0 +1,205 @@
+"""From traces to rows, and from rows to the table that is printed."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+import traces
+from traces import kernel, launch, naive_step, op, step, trace
+
+from attn_ext.profile import Row, Summary, figures, table
+
+GPU = {"kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0",
+       "cudnn": 91900, "threads": 8}  # fmt: skip
+CPU = {"kind": "cpu", "device": "Some CPU", "torch": "2.13.0+cpu", "threads": 2}
+
+
+def row_of(*entries: traces.Entry, on_gpu: bool = True) -> Row:
+    row = Row("naive")
+    figures.read_trace(row, trace(*entries), on_gpu)
+    return row
+
+
+def without_kernels(entries: list[traces.Entry], lost: int) -> list[traces.Entry]:
+    """As if the profiler had dropped the first kernels."""
+    kernels = [entry for entry in entries if entry["cat"] == "kernel"][:lost]
+    return [entry for entry in entries if entry not in kernels]
+
+
+def test_figures_of_steps_that_agree() -> None:
+    row = row_of(*naive_step(1, 0.0), *naive_step(2, 110.0))
+    assert row.to_dict() == {
+        "variant": "naive", "kernels": 5, "memcpy": 1, "memcpy_bytes": 4096, "memset": 1,
+        "gpu_us": pytest.approx(61.0), "launches": 10, "lost": 0, "kernels_per_step": [5, 5],
+    }  # fmt: skip
+
+
+def test_steps_that_disagree_have_no_count_but_a_note() -> None:
+    more = [launch(777, 150.0), kernel(777, 300.0, 1.0)]
+    row = row_of(*naive_step(1, 0.0), *naive_step(2, 110.0), *more)
+    assert row.kernels is None and "kernels" not in row.to_dict()
+    assert row.kernels_per_step == [5, 6]
+    assert row.notes == ["kernels differ between the steps: 5, 6"]
+
+
+def test_lost_launches_are_told_and_their_steps_left_out() -> None:
+    row = row_of(*without_kernels(naive_step(1, 0.0), 2), *naive_step(2, 110.0))
+    assert (row.kernels, row.lost, row.launches) == (5, 2, 10)
+    assert row.gpu_us == pytest.approx(61.0)
+    assert row.notes == [
+        "the profiler lost 2 of 10 launches, in 1 of 2 steps; the figures are of the others"
+    ]
+
+
+def test_losses_in_every_step_leave_no_figure() -> None:
+    row = row_of(*without_kernels(naive_step(1, 0.0), 1), *without_kernels(naive_step(2, 110.0), 5))
+    assert (row.kernels, row.memcpy, row.gpu_us) == (None, None, None)
+    assert (row.lost, row.kernels_per_step) == (6, [4, 0])
+    assert "device figures are unknown" in row.notes[0]
+
+
+def test_a_trace_that_recorded_nothing_is_unknown_not_zero() -> None:
+    row = row_of(step(0.0), op("aten::mul", 5.0))
+    assert set(row.to_dict()) == {"variant", "notes"}
+    assert "recorded no CUDA event" in row.notes[0]
+    assert row_of().notes == ["the trace has no step"]
+
+
+def test_device_work_outside_the_steps_is_told() -> None:
+    row = row_of(*naive_step(1, 0.0), launch(90, 900.0), kernel(90, 910.0, 1.0))
+    assert row.kernels == 5
+    assert row.notes == ["1 device events belong to no step and are not counted"]
+
+
+def test_host_figures() -> None:
+    shapes = {"Input Dims": [[8, 4], [8, 4]], "Input type": ["double", "double"]}
+    entries = [
+        step(0.0), op("aten::clone", 1.0), op("aten::copy_", 2.0, **shapes),
+        traces.allocation(3.0, 256),
+    ]  # fmt: skip
+    row = row_of(*entries, on_gpu=False)
+    assert row.to_dict() == {
+        "variant": "naive", "ops": 2, "copies": 1, "copy_bytes": 256, "peak_bytes": 256,
+    }  # fmt: skip
+
+
+def test_factors_compare_with_the_first_row_that_ran() -> None:
+    rows = [Row("flash", error="no"), Row("naive", gpu_us=90.0), Row("math", gpu_us=30.0)]
+    summary = Summary(GPU, [*rows, Row("inplace")])
+    figures.set_factors(summary)
+    assert [row.factor for row in summary.rows] == [None, 1.0, 3.0, None]
+    summary = Summary(CPU, [Row("naive", call_us=10.0, gpu_us=1.0), Row("math", call_us=40.0)])
+    figures.set_factors(summary)
+    assert [row.factor for row in summary.rows] == [1.0, 0.25]
+
+
+def gpu_summary(**changes: Any) -> Summary:
+    naive = Row("naive", kernels=5, memcpy=1, memset=1, gpu_us=1820.4, call_us=1835.1, cpu_us=98.2,
+                peak_bytes=802 << 20, lost=0)  # fmt: skip
+    vars(naive).update(changes)
+    flash = Row("flash", kernels=1, memcpy=0, memset=0, gpu_us=94.0, call_us=97.0, cpu_us=17.0,
+                peak_bytes=16 << 20, lost=0)  # fmt: skip
+    cudnn = Row("sdpa_cudnn", error="No available kernel. " * 10)
+    summary = Summary(GPU, [naive, flash, cudnn])
+    figures.set_factors(summary)
+    return summary
+
+
+def text_of(summary: Summary) -> str:
+    return table.plain(table.render(summary, "attention"))
+
+
+def line_of(text: str, name: str) -> str:
+    """The line that begins with this name, its columns one blank apart."""
+    return next(" ".join(line.split()) for line in text.splitlines() if line.startswith(name))
+
+
+def test_the_table() -> None:
+    text = text_of(gpu_summary())
+    assert line_of(text, "variant") == (
+        "variant kernels memcpy memset GPU us call us CPU us peak MiB vs naive"
+    )
+    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 802.0 1.00x"
+    assert line_of(text, "flash") == "flash 1 0 0 94.0 97.0 17.0 16.0 19.37x"
+    assert line_of(text, "sdpa_cudnn").startswith("sdpa_cudnn cannot run: No available")
+    assert "NVIDIA H200, torch 2.11.0+cu130, cuda 13.0, cudnn 91900\n" in text
+    assert max(map(len, text.splitlines())) <= table.WIDTH
+
+
+def test_columns_line_up() -> None:
+    lines = text_of(gpu_summary()).splitlines()
+    heads = next(line for line in lines if line.startswith("variant"))
+    naive = next(line for line in lines if line.startswith("naive"))
+    assert len(heads) == len(naive)
+    assert naive[heads.index("memcpy") + len("memcpy") - 1] == "1"
+
+
+def test_a_missing_cell_is_a_dash_and_a_missing_column_absent() -> None:
+    summary = gpu_summary()
+    naive, flash, _ = summary.rows
+    flash.kernels = flash.gpu_us = flash.factor = None
+    text = text_of(summary)
+    assert line_of(text, "flash") == "flash - 0 0 - 97.0 17.0 16.0 -"
+    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 802.0 1.00x"
+    naive.cpu_us = flash.cpu_us = None
+    assert line_of(text_of(summary), "variant") == (
+        "variant kernels memcpy memset GPU us call us peak MiB vs naive"
+    )
+    assert "lost" not in text, "shown where something is lost"
+
+
+def test_losses_have_a_column_and_notes_are_wrapped() -> None:
+    text = text_of(gpu_summary(lost=3, notes=["the profiler lost a word " * 8]))
+    assert line_of(text, "variant").startswith("variant kernels memcpy memset lost GPU us")
+    assert line_of(text, "naive").startswith("naive 5 1 1 3 ")
+    assert "naive: the profiler lost a word" in text
+    assert max(map(len, text.splitlines())) <= table.WIDTH
+
+
+def test_on_a_cpu_there_are_no_device_columns() -> None:
+    row = Row("naive", ops=49, copies=1, copy_bytes=1 << 14, call_us=27859.3, peak_bytes=0)
+    summary = Summary(CPU, [row])
+    figures.set_factors(summary)
+    text = text_of(summary)
+    assert line_of(text, "variant") == ("variant ops copies copied MiB call us peak MiB vs naive")
+    assert line_of(text, "naive") == "naive 49 1 0.016 27,859.3 0.0 1.00x"
+
+
+def test_a_run_in_which_nothing_ran_still_has_a_table() -> None:
+    text = text_of(Summary(CPU, [Row("sdpa_cudnn", error="torch has it on CUDA only")]))
+    assert "sdpa_cudnn  cannot run: torch has it on CUDA only\n" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, rich: bool, stream: io.StringIO) -> str:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    table.write(table.render(gpu_summary(), "attention"), stream)
+    return stream.getvalue()
+
+
+def test_the_table_is_the_same_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    with_rich = printed(monkeypatch, True, io.StringIO())
+    assert with_rich == printed(monkeypatch, False, io.StringIO())
+    assert with_rich == text_of(gpu_summary())
+
+
+def test_colours_are_for_terminals_and_no_color_is_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("rich")
+    cyan = "\x1b[36m"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert cyan in printed(monkeypatch, True, Terminal())
+    assert "\x1b[" not in printed(monkeypatch, True, io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cyan not in printed(monkeypatch, True, Terminal())
