@@ -53,9 +53,10 @@ ISAS = {"base": []}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
 
-# GPU architectures that ATTN_EXT_ARCHS may name, and how nvcc is told.
+# GPU architectures that ATTN_EXT_ARCHS may name, and how nvcc is told. Machine code runs within one
+# major version only, so the portable kernels are assembled for Hopper too; PTX serves what is newer.
 GENCODE = {
-    "80": "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+    "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
     "90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
 

