@@ -14,10 +14,13 @@ clang_format := .venv/bin/clang-format
 ready := .venv/ready
 endif
 
+# Programs in tests/ and benchmarks/ find the package that was built in place.
+export PYTHONPATH := $(CURDIR)
+
 sources = $(shell git ls-files -co --exclude-standard 'csrc/*.[ch]' 'csrc/*.cpp' 'csrc/*.cu' \
                   'csrc/*.cuh' 'tests/*.[ch]' 'tests/*.cu')
 
-.PHONY: build profile test test-c test-gpu bench lint fmt sanitize clean
+.PHONY: build profile test test-c test-gpu bench tables lint fmt sanitize clean
 
 build: $(ready)  ## compile both libraries in place
 	$(PY) setup.py -q build_ext --inplace
@@ -37,6 +40,11 @@ test-gpu: build
 bench: build  ## writes benchmarks/results
 	$(PY) benchmarks/bench_stages.py
 	$(PY) benchmarks/bench_attention.py
+	$(PY) -m attn_ext.profile run --out build/profile
+	$(PY) benchmarks/readme_tables.py --keep build/profile/summary.json
+
+tables:  ## the README's tables, from benchmarks/results
+	$(PY) benchmarks/readme_tables.py
 
 lint: $(ready)
 	$(PY) -m ruff check

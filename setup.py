@@ -309,7 +309,7 @@ class BuildExt(build_ext):
                 depend = ["-MD", "-MF", str(output.with_suffix(".d"))]
                 command = [*tools[tool], *flags[tool], *extra, f"-I{CSRC}", *depend]
                 command += ["-c", str(source), "-o", str(output)]
-                tensor_core = tool == "nvcc" and "inst/" in name
+                tensor_core = tool == "nvcc" and "_sm" in name
                 units[library].append(Unit(source, output, command, tensor_core))
         return units
 

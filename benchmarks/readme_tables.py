@@ -1,10 +1,14 @@
 """Writes the README's tables from the committed result files, between its <!-- name --> marks.
 
-python benchmarks/readme_tables.py [--check]     --check: exit 1 where README.md is not up to date
+python benchmarks/readme_tables.py [--check | --keep SUMMARY]
+
+--check  exit 1 where README.md is not up to date
+--keep   take a profiler run's summary.json into results/ first
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -69,10 +73,21 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--check", action="store_true")
+    choice.add_argument("--keep", type=Path, metavar="SUMMARY")
+    options = parser.parse_args()
+    if options.keep:
+        facts = json.loads(options.keep.read_text())
+        device = "-".join(facts["device"].lower().split())
+        (RESULTS / f"{device}-profile.json").write_text(json.dumps(facts, indent=1) + "\n")
     readme = ROOT / "README.md"
     before = readme.read_text()
     after = filled(before)
-    if "--check" in sys.argv:
+    if options.check:
         sys.exit(0 if before == after else "README.md is not up to date: make tables")
     readme.write_text(after)
 
