@@ -44,17 +44,18 @@ WARN = ["-Wall", "-Wextra", "-Wno-attributes"]
 SHARED = ["-O3", "-fPIC", "-fvisibility=hidden", f"-fmacro-prefix-map={CSRC}/="]
 C_FLAGS = ["-std=c11", "-fno-math-errno", "-ffp-contract=fast", *SHARED, *WARN]
 CXX_FLAGS = ["-std=c++20", "-fvisibility-inlines-hidden", *SHARED, *WARN]
-NVCC_FLAGS = ["-O3", "-std=c++17", "-DNDEBUG", "-Xptxas=-v", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "-DNDEBUG", "-Xptxas=-v", "-compress-mode=size"]
+NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 # One text, one build for each instruction set; cpu/select.c takes the best that the CPU runs.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISAS = {"base": []}
 if X86:
-    ISAS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+    ISAS |= {"avx2": AVX2, "avx512": AVX512}
 
-# GPU architectures that ATTN_EXT_ARCHS may name, and how nvcc is told. Machine code runs within one
-# major version only, so the portable kernels are assembled for Hopper too; PTX serves what is newer.
+# GPU architectures that ATTN_EXT_ARCHS may name, and how nvcc is told. Machine code runs within
+# one major version only, so the portable kernels are assembled for Hopper too; PTX serves the rest.
 GENCODE = {
     "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
     "90a": "-gencode=arch=compute_90a,code=sm_90a",

@@ -15,7 +15,7 @@ except ImportError as error:
 NAMESPACE = "attn_ext"
 ops = torch.ops.attn_ext
 
-#: The instruction set of the CPU kernels in use: base, avx2, avx512 or avx512bf16.
+#: The instruction set of the CPU kernels in use: base, avx2 or avx512.
 cpu_isa: str = _C.isa()
 
 #: Why there are no CUDA kernels, or None where there are.

@@ -67,8 +67,9 @@ TABLES = {"profile": profile_table, "speed": speed_table}
 def filled(text: str) -> str:
     for name, make in TABLES.items():
         marks = re.compile(rf"(<!-- {name}\b[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        body = make()
-        text = marks.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+        if marks.search(text):
+            body = make()
+            text = marks.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
     return text
 
 

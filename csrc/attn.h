@@ -113,7 +113,7 @@ int64_t attn_flash_bwd_tiles_cpu(const struct attn_args *args, enum attn_bwd_pha
 void attn_flash_bwd_cpu(const struct attn_args *args, enum attn_bwd_phase phase, int64_t begin,
                         int64_t end);
 
-/* Which build of the kernels runs here: "base", "avx2", "avx512", "avx512bf16". ATTN_EXT_ISA picks
+/* Which build of the kernels runs here: "base", "avx2" or "avx512". ATTN_EXT_ISA picks
  * one by name; a name that is unknown or that this CPU cannot run gives NULL. */
 const char *attn_isa_cpu(void);
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,15 @@ def test_result_files_are_json_with_a_schema() -> None:
 
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert json.loads(path.read_text())["schema"] == 1, path.name
+
+
+def test_readme_tables_come_from_the_result_files() -> None:
+    command = [sys.executable, "benchmarks/readme_tables.py", "--check"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

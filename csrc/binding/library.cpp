@@ -69,7 +69,7 @@ static PyObject *isa(PyObject *, PyObject *) {
     return PyUnicode_FromString(name);
   PyErr_Format(PyExc_RuntimeError,
                "ATTN_EXT_ISA: expected an instruction set that this CPU runs, one of base, avx2, "
-               "avx512, avx512bf16; got %s",
+               "avx512; got %s",
                getenv("ATTN_EXT_ISA"));
   return nullptr;
 }

@@ -3,7 +3,7 @@
 #include "ref.h"
 
 #include <math.h>
-#include <stddef.h>
+#include <stdlib.h>
 
 #include "dropout.h"
 
@@ -144,8 +144,9 @@ void attn_ref_flash_fwd(const struct attn_args *a) {
           double bias;
           if (!sees(a, b, h, i, j, &bias) || lse == -INFINITY)
             continue;
-          long double weight = expl(score(a, b, h, i, j, &slope) + bias - lse) *
-                               keep(a->dropout_p, a->rng_state, a->first_head + b * a->heads + h, i, j);
+          long double weight =
+              expl(score(a, b, h, i, j, &slope) + bias - lse) *
+              keep(a->dropout_p, a->rng_state, a->first_head + b * a->heads + h, i, j);
           for (int64_t d = 0; d < a->head_dim_v; ++d)
             out[d] += weight * *at(&a->value, b, kv_head, j, d);
         }
@@ -155,17 +156,7 @@ void attn_ref_flash_fwd(const struct attn_args *a) {
       }
 }
 
-/* Sets [B, H, S, D] to 0 where it is asked for. */
-static void clear(const struct attn_tensor *t, int64_t batch, int64_t heads, int64_t rows,
-                  int64_t cols) {
-  for (int64_t b = 0; t->data && b < batch; ++b)
-    for (int64_t h = 0; h < heads; ++h)
-      for (int64_t s = 0; s < rows; ++s)
-        for (int64_t d = 0; d < cols; ++d)
-          *at(t, b, h, s, d) = 0;
-}
-
-/* grad_value . grad_out of a pair: the derivative by its weight after dropout. */
+/* grad_out . value of a pair: the derivative by its weight after dropout. */
 static long double weight_gradient(const struct attn_args *a, int64_t b, int64_t h, int64_t i,
                                    int64_t j) {
   int64_t kv_head = h / (a->heads / a->kv_heads);
@@ -175,51 +166,116 @@ static long double weight_gradient(const struct attn_args *a, int64_t b, int64_t
   return sum;
 }
 
-/* What pair (i, j) adds to each gradient. delta: sum over keys of weight * its gradient. */
-static void add_pair(const struct attn_args *a, int64_t b, int64_t h, int64_t i, int64_t j,
-                     long double lse, long double delta) {
-  double bias;
-  if (!sees(a, b, h, i, j, &bias) || lse == -INFINITY)
-    return;
-  int64_t kv_head = h / (a->heads / a->kv_heads);
-  double kept = keep(a->dropout_p, a->rng_state, a->first_head + b * a->heads + h, i, j);
-  long double slope, weight = expl(score(a, b, h, i, j, &slope) + bias - lse);
-  long double grad = weight * (kept * weight_gradient(a, b, h, i, j) - delta);
-  if (a->grad_mask.data)
-    ((double *)a->grad_mask.data)[mask_offset(&a->grad_mask, b, h, i, j)] += (double)grad;
-  for (int64_t d = 0; a->grad_value.data && d < a->head_dim_v; ++d)
-    *at(&a->grad_value, b, kv_head, j, d) +=
-        (double)(kept * weight * *at(&a->grad_out, b, h, i, d));
-  for (int64_t d = 0; a->grad_query.data && d < a->head_dim; ++d)
-    *at(&a->grad_query, b, h, i, d) +=
-        (double)(a->scale * slope * grad * *at(&a->key, b, kv_head, j, d));
-  for (int64_t d = 0; a->grad_key.data && d < a->head_dim; ++d)
-    *at(&a->grad_key, b, kv_head, j, d) +=
-        (double)(a->scale * slope * grad * *at(&a->query, b, h, i, d));
+/* What the gradients are sums of, for each pair [B, Hq, Sq, Sk]; 0 where it is not seen. */
+struct pairs {
+  long double *weight;     /* after dropout */
+  long double *grad_score; /* by the score with its bias */
+  long double *grad_dot;   /* by query . key */
+};
+
+static int64_t pair(const struct attn_args *a, int64_t b, int64_t h, int64_t i, int64_t j) {
+  return ((b * a->heads + h) * a->seq_q + i) * a->seq_k + j;
+}
+
+static void differentiate_row(const struct attn_args *a, struct pairs *p, int64_t b, int64_t h,
+                              int64_t i) {
+  const long double lse = logsumexp(a, b, h, i);
+  long double delta = 0; /* sum over keys of weight * its gradient */
+  for (int pass = 0; pass < 2; ++pass)
+    for (int64_t j = 0; j < a->seq_k; ++j) {
+      double bias;
+      long double slope;
+      if (!sees(a, b, h, i, j, &bias) || lse == -INFINITY)
+        continue;
+      double kept = keep(a->dropout_p, a->rng_state, a->first_head + b * a->heads + h, i, j);
+      long double weight = expl(score(a, b, h, i, j, &slope) + bias - lse);
+      long double grad = kept * weight_gradient(a, b, h, i, j);
+      if (pass == 0) {
+        delta += weight * grad;
+        continue;
+      }
+      p->weight[pair(a, b, h, i, j)] = weight * kept;
+      p->grad_score[pair(a, b, h, i, j)] = weight * (grad - delta);
+      p->grad_dot[pair(a, b, h, i, j)] = weight * (grad - delta) * slope * a->scale;
+    }
+}
+
+/* weight * x, where what has no weight adds nothing even if x is NaN. */
+static long double term(long double weight, double x) {
+  return weight == 0 ? 0 : weight * x;
+}
+
+static void sum_grad_query(const struct attn_args *a, const struct pairs *p) {
+  for (int64_t b = 0; b < a->batch; ++b)
+    for (int64_t h = 0; h < a->heads; ++h)
+      for (int64_t i = 0; i < a->seq_q; ++i)
+        for (int64_t d = 0; d < a->head_dim; ++d) {
+          int64_t kv_head = h / (a->heads / a->kv_heads);
+          long double sum = 0;
+          for (int64_t j = 0; j < a->seq_k; ++j)
+            sum += term(p->grad_dot[pair(a, b, h, i, j)], *at(&a->key, b, kv_head, j, d));
+          *at(&a->grad_query, b, h, i, d) = (double)sum;
+        }
+}
+
+/* grad [B, Hkv, Sk, dim] = sum over the query heads of a key head, and their rows, of
+ * weight^T * rows [B, Hq, Sq, dim]: grad_key and grad_value. */
+static void sum_over_rows(const struct attn_args *a, const struct attn_tensor *grad,
+                          const long double *weight, const struct attn_tensor *rows, int64_t dim) {
+  int64_t group = a->kv_heads ? a->heads / a->kv_heads : 1;
+  for (int64_t b = 0; b < a->batch; ++b)
+    for (int64_t kv_head = 0; kv_head < a->kv_heads; ++kv_head)
+      for (int64_t j = 0; j < a->seq_k; ++j)
+        for (int64_t d = 0; d < dim; ++d) {
+          long double sum = 0;
+          for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+            for (int64_t i = 0; i < a->seq_q; ++i)
+              sum += term(weight[pair(a, b, h, i, j)], *at(rows, b, h, i, d));
+          *at(grad, b, kv_head, j, d) = (double)sum;
+        }
+}
+
+/* Each element of the mask's own shape: the sum over the pairs that it is added to. */
+static void sum_grad_mask(const struct attn_args *a, const struct pairs *p) {
+  const struct attn_mask *m = &a->grad_mask;
+  const int64_t stride[4] = {m->stride_b, m->stride_h, m->stride_q, m->stride_k};
+  const int64_t full[4] = {a->batch, a->heads, a->seq_q, a->seq_k};
+  int64_t own[4], shared[4]; /* positions of an element, and pairs of each */
+  for (int axis = 0; axis < 4; ++axis) {
+    own[axis] = stride[axis] ? full[axis] : 1;
+    shared[axis] = stride[axis] ? 1 : full[axis];
+  }
+  for (int64_t b = 0; b < own[0]; ++b)
+    for (int64_t h = 0; h < own[1]; ++h)
+      for (int64_t i = 0; i < own[2]; ++i)
+        for (int64_t j = 0; j < own[3]; ++j) {
+          long double sum = 0;
+          for (int64_t b2 = b; b2 < b + shared[0]; ++b2)
+            for (int64_t h2 = h; h2 < h + shared[1]; ++h2)
+              for (int64_t i2 = i; i2 < i + shared[2]; ++i2)
+                for (int64_t j2 = j; j2 < j + shared[3]; ++j2)
+                  sum += p->grad_score[pair(a, b2, h2, i2, j2)];
+          ((double *)m->data)[mask_offset(m, b, h, i, j)] = (double)sum;
+        }
 }
 
 void attn_ref_flash_bwd(const struct attn_args *a) {
-  clear(&a->grad_query, a->batch, a->heads, a->seq_q, a->head_dim);
-  clear(&a->grad_key, a->batch, a->kv_heads, a->seq_k, a->head_dim);
-  clear(&a->grad_value, a->batch, a->kv_heads, a->seq_k, a->head_dim_v);
-  const struct attn_mask *m = &a->grad_mask; /* a broadcast axis has one element, of any size */
-  for (int64_t b = 0; m->data && b < (m->stride_b ? a->batch : 1); ++b)
-    for (int64_t h = 0; h < (m->stride_h ? a->heads : 1); ++h)
-      for (int64_t i = 0; i < (m->stride_q ? a->seq_q : 1); ++i)
-        for (int64_t j = 0; j < (m->stride_k ? a->seq_k : 1); ++j)
-          ((double *)m->data)[mask_offset(m, b, h, i, j)] = 0;
-
+  size_t count = (size_t)(a->batch * a->heads * a->seq_q * a->seq_k) + 1;
+  struct pairs p = {calloc(count, sizeof(long double)), calloc(count, sizeof(long double)),
+                    calloc(count, sizeof(long double))};
   for (int64_t b = 0; b < a->batch; ++b)
     for (int64_t h = 0; h < a->heads; ++h)
-      for (int64_t i = 0; i < a->seq_q; ++i) {
-        long double lse = logsumexp(a, b, h, i), delta = 0, slope;
-        double bias;
-        for (int64_t j = 0; j < a->seq_k; ++j)
-          if (sees(a, b, h, i, j, &bias) && lse != -INFINITY)
-            delta += expl(score(a, b, h, i, j, &slope) + bias - lse) *
-                     keep(a->dropout_p, a->rng_state, a->first_head + b * a->heads + h, i, j) *
-                     weight_gradient(a, b, h, i, j);
-        for (int64_t j = 0; j < a->seq_k; ++j)
-          add_pair(a, b, h, i, j, lse, delta);
-      }
+      for (int64_t i = 0; i < a->seq_q; ++i)
+        differentiate_row(a, &p, b, h, i);
+  if (a->grad_query.data)
+    sum_grad_query(a, &p);
+  if (a->grad_key.data)
+    sum_over_rows(a, &a->grad_key, p.grad_dot, &a->query, a->head_dim);
+  if (a->grad_value.data)
+    sum_over_rows(a, &a->grad_value, p.weight, &a->grad_out, a->head_dim_v);
+  if (a->grad_mask.data)
+    sum_grad_mask(a, &p);
+  free(p.weight);
+  free(p.grad_score);
+  free(p.grad_dot);
 }

@@ -39,7 +39,8 @@ static struct row nth_row(const struct attn_stage *s, int64_t n) {
   return row;
 }
 
-/* Columns col .. of a row as REAL, filled up to a whole vector; returns how many columns it took. */
+/* Columns col .. of a row as REAL, filled up to a whole vector; returns how many columns it took.
+ */
 static int64_t load_chunk(REAL *to, const struct attn_stage *s, const char *row, int64_t col,
                           REAL fill) {
   const int64_t n = at_most(CHUNK, s->cols - col);
@@ -109,8 +110,8 @@ void ATTN_NAME(masked_fill)(const struct attn_stage *s, int64_t begin, int64_t e
     if (at.out != at.in)
       memcpy(at.out, at.in, (size_t)(s->cols * dtype_size(s->dtype)));
     if (m->data) {
-      const uint8_t *mask = (const uint8_t *)m->data + at.b * m->stride_b + at.h * m->stride_h +
-                            at.r * m->stride_q;
+      const uint8_t *mask =
+          (const uint8_t *)m->data + at.b * m->stride_b + at.h * m->stride_h + at.r * m->stride_q;
       fill(at.out, s, 0, mask, m->stride_k, first_dead);
     }
     fill(at.out, s, first_dead, NULL, 0, s->cols - first_dead);
@@ -187,8 +188,8 @@ void ATTN_NAME(dropout)(const struct attn_stage *s, int64_t begin, int64_t end) 
       /* One draw serves columns c, c + 1 of each 8 of a block of 32: dropout.h. */
       for (int64_t block = 0; block < n; block += 32)
         for (int64_t c = block; c < at_most(block + 8, n); c += 2) {
-          const struct attn_philox draw = attn_philox(
-              s->rng_state, attn_dropout_group(col + c), (uint32_t)at.r, head);
+          const struct attn_philox draw =
+              attn_philox(s->rng_state, attn_dropout_group(col + c), (uint32_t)at.r, head);
           for (int i = 0; i < 8; ++i) {
             REAL *at_i = x + c + i / 2 * 8 + i % 2;
             *at_i = attn_philox_u16(draw, i) >= threshold ? *at_i * kept : 0;

@@ -1,7 +1,7 @@
 /* tile.h: what the fused kernels do with tiles in scratch: load them, multiply them.
  *
  * Two kinds of tile
- *   rows   [n][ld]                as in memory, widened to REAL; ld a multiple of VL, zeros at the end
+ *   rows   [n][ld]                as in memory, widened to REAL; ld a multiple of VL, then zeros
  *   panels [n / PANEL][d][PANEL]  transposed: a panel holds PANEL positions, one for each lane
  * Rows times a panel gives products [streamed position][lane]. In the forward pass queries lie on
  * the lanes and keys stream by, so maxima and sums run down a tile and never across a vector. In
@@ -26,7 +26,8 @@ static inline bool load_rows(REAL *to, int64_t ld, int64_t rows, const struct at
     const int64_t filled = r < n ? cols : 0;
     if (filled)
       load_row(to, row_of(from, dtype, b, h, first + r), dtype, filled);
-    memset(to + filled, 0, (size_t)(ld - filled) * sizeof *to);
+    if (filled < ld)
+      memset(to + filled, 0, (size_t)(ld - filled) * sizeof *to);
     for (int64_t c = 0; c < ld; c += VL) {
       const vec x = vec_load(to + c);
       odd += x - x;
@@ -56,8 +57,8 @@ static inline void load_panels(REAL *to, int64_t panels, const struct attn_tenso
   }
 }
 
-/* c [MR][nv * VL] = factor [MR] * c + a [MR][depth] * b [depth][nv * VL], c in registers on the way.
- * An element of a lies at a[row * a_row + k * a_col]. OVERWRITE ignores the old c, ADD has no
+/* c [MR][nv * VL] = factor [MR] * c + a [MR][depth] * b [depth][nv * VL], c in registers on the
+ * way. An element of a lies at a[row * a_row + k * a_col]. OVERWRITE ignores the old c, ADD has no
  * factor. */
 enum old_contents { OVERWRITE, ADD, SCALE };
 
@@ -74,16 +75,16 @@ ATTN_INLINE void multiply_block(const REAL *a, int64_t a_row, int64_t a_col, con
         sum[r][v] *= vec_splat(factor[r]);
     }
   for (int64_t k = 0; k < depth; ++k) {
-    vec column[NV];
+    vec right[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < nv; ++v)
-      column[v] = vec_load(b + k * b_row + v * VL);
+      right[v] = vec_load(b + k * b_row + v * VL);
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
       const vec left = vec_splat(a[r * a_row + k * a_col]);
 #pragma GCC unroll 4
       for (int v = 0; v < nv; ++v)
-        sum[r][v] += left * column[v];
+        sum[r][v] += left * right[v];
     }
   }
 #pragma GCC unroll 8
@@ -93,26 +94,30 @@ ATTN_INLINE void multiply_block(const REAL *a, int64_t a_row, int64_t a_col, con
       vec_store(c + r * c_row + v * VL, sum[r][v]);
 }
 
+/* The same for rows, a multiple of MR. */
+ATTN_INLINE void multiply_strip(const REAL *a, int64_t a_row, int64_t a_col, const REAL *b,
+                                int64_t b_row, REAL *c, int64_t c_row, int64_t rows, int64_t depth,
+                                const int nv, enum old_contents old, const REAL *factor) {
+  for (int64_t r = 0; r < rows; r += MR)
+    multiply_block(a + r * a_row, a_row, a_col, b, b_row, c + r * c_row, c_row, depth, nv, old,
+                   factor + r);
+}
+
 /* The same for rows, a multiple of MR, and cols, a multiple of VL. */
 ATTN_INLINE void multiply_blocks(const REAL *a, int64_t a_row, int64_t a_col, const REAL *b,
                                  int64_t b_row, REAL *c, int64_t c_row, int64_t rows, int64_t depth,
                                  int64_t cols, enum old_contents old, const REAL *factor) {
-  for (int64_t col = 0, nv; col < cols; col += nv * VL) {
+  for (int64_t left = cols / VL, nv; left > 0; left -= nv, b += nv * VL, c += nv * VL) {
     /* What is left in blocks as even as can be: 4 vectors are 2 + 2, not 3 + 1. */
-    const int64_t left = (cols - col) / VL;
     nv = tiles_of(left, tiles_of(left, NV));
-    for (int64_t r = 0; r < rows; r += MR) {
-      const REAL *a_at = a + r * a_row, *b_at = b + col, *f = factor + r;
-      REAL *c_at = c + r * c_row + col;
-      if (nv == 1)
-        multiply_block(a_at, a_row, a_col, b_at, b_row, c_at, c_row, depth, 1, old, f);
-      else if (nv == 2)
-        multiply_block(a_at, a_row, a_col, b_at, b_row, c_at, c_row, depth, 2, old, f);
-      else if (nv == NV)
-        multiply_block(a_at, a_row, a_col, b_at, b_row, c_at, c_row, depth, NV, old, f);
-      else
-        multiply_block(a_at, a_row, a_col, b_at, b_row, c_at, c_row, depth, NV - 1, old, f);
-    }
+    if (nv == 1)
+      multiply_strip(a, a_row, a_col, b, b_row, c, c_row, rows, depth, 1, old, factor);
+    else if (nv == 2)
+      multiply_strip(a, a_row, a_col, b, b_row, c, c_row, rows, depth, 2, old, factor);
+    else if (nv == NV)
+      multiply_strip(a, a_row, a_col, b, b_row, c, c_row, rows, depth, NV, old, factor);
+    else
+      multiply_strip(a, a_row, a_col, b, b_row, c, c_row, rows, depth, NV - 1, old, factor);
   }
 }
 
@@ -134,9 +139,8 @@ static inline void multiply_nonzero(const REAL *a, int64_t a_row, int64_t a_col,
 /* products [n][PANEL] = rows [n][ld] * panel [depth][PANEL]; n is rounded up to MR. */
 static void multiply_panel(const REAL *rows, int64_t ld, const REAL *panel, REAL *products,
                            int64_t n, int64_t depth) {
-  multiply_blocks(rows, ld, 1, panel, PANEL, products, PANEL, round_up(n, MR), depth, PANEL,
-                  OVERWRITE, NULL);
+  multiply_strip(rows, ld, 1, panel, PANEL, products, PANEL, round_up(n, MR), depth, NV, OVERWRITE,
+                 NULL);
 }
-
 
 #endif

@@ -1,4 +1,5 @@
-/* check.h: what the C tests share: guarded tensors, random numbers, comparison, plain evaluation. */
+/* check.h: what the C tests share: guarded tensors, random numbers, comparison, plain evaluation.
+ */
 #ifndef ATTN_TESTS_CHECK_H
 #define ATTN_TESTS_CHECK_H
 
@@ -71,8 +72,9 @@ bool close_enough(const struct tensor *ours, const struct tensor *plain, const s
                   const struct tensor *sizes, double drift, double *error, double *allowed);
 
 /* plain.c: operations as a careful person writes them in a dtype: each product and sum rounded to
- * fp32 (fp64 for fp64), each stored intermediate rounded to the dtype. Operands are in fp64 and hold
- * numbers of that dtype; results are in fp64. sizes gets, for each result, the sum of the absolute values of its terms. */
+ * fp32 (fp64 for fp64), each stored intermediate rounded to the dtype. Operands are in fp64 and
+ * hold numbers of that dtype; results are in fp64. sizes gets, for each result, the sum of the
+ * absolute values of its terms. */
 void plain_stage(const char *op, const struct attn_stage *stage, const struct attn_tensor *sizes,
                  enum attn_dtype dtype);
 void plain_flash(const struct attn_args *args, const struct attn_args *sizes, enum attn_dtype dtype,

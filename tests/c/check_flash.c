@@ -37,16 +37,16 @@ static struct tensor *nth_result(struct results *r, int n) {
 
 static void describe(const struct problem *p, char *text, size_t bytes) {
   const struct attn_args *a = &p->args;
-  snprintf(text, bytes,
-           "%s %s B%ld H%ld/%ld Sq%ld Sk%ld D%ld Dv%ld scale %g cap %g window %ld %ld%s p %g mask %s "
-           "%s axes %d%d%d%d layouts %d %d values %d",
-           p->what, dtype_names[a->dtype], (long)a->batch, (long)a->heads, (long)a->kv_heads,
-           (long)a->seq_q, (long)a->seq_k, (long)a->head_dim, (long)a->head_dim_v, a->scale,
-           a->softcap, (long)a->window_left, (long)a->window_right,
-           a->bottom_right ? " bottom right" : "", a->dropout_p,
-           (const char *[]){"none", "bool", "float"}[p->mask_kind], dtype_names[p->mask_dtype],
-           p->mask_axes[0], p->mask_axes[1], p->mask_axes[2], p->mask_axes[3], p->layout,
-           p->mask_layout, p->values);
+  snprintf(
+      text, bytes,
+      "%s %s B%ld H%ld/%ld Sq%ld Sk%ld D%ld Dv%ld scale %g cap %g window %ld %ld%s p %g mask %s "
+      "%s axes %d%d%d%d layouts %d %d values %d",
+      p->what, dtype_names[a->dtype], (long)a->batch, (long)a->heads, (long)a->kv_heads,
+      (long)a->seq_q, (long)a->seq_k, (long)a->head_dim, (long)a->head_dim_v, a->scale, a->softcap,
+      (long)a->window_left, (long)a->window_right, a->bottom_right ? " bottom right" : "",
+      a->dropout_p, (const char *[]){"none", "bool", "float"}[p->mask_kind],
+      dtype_names[p->mask_dtype], p->mask_axes[0], p->mask_axes[1], p->mask_axes[2],
+      p->mask_axes[3], p->layout, p->mask_layout, p->values);
 }
 
 static void fill(struct tensor *t, double size) {
@@ -74,9 +74,9 @@ static void make_operands(struct problem *p) {
   fill(&p->value, p->values == TINY ? 1e-5 : 1);
   fill(&p->grad_out, 1);
   if (p->mask_kind != NO_MASK) {
-    p->mask = tensor_new(p->mask_dtype, p->mask_axes[0] ? a->batch : 1,
-                         p->mask_axes[1] ? a->heads : 1, p->mask_axes[2] ? a->seq_q : 1,
-                         p->mask_axes[3] ? a->seq_k : 1, p->mask_layout);
+    p->mask =
+        tensor_new(p->mask_dtype, p->mask_axes[0] ? a->batch : 1, p->mask_axes[1] ? a->heads : 1,
+                   p->mask_axes[2] ? a->seq_q : 1, p->mask_axes[3] ? a->seq_k : 1, p->mask_layout);
     fill_mask(&p->mask, p->mask_kind);
   }
 }
@@ -258,7 +258,8 @@ static void check_random(enum attn_dtype dtype) {
     a->batch = RANDOM_OF(1, 1, 2, 3);
     a->kv_heads = RANDOM_OF(1, 1, 2);
     a->heads = a->kv_heads * RANDOM_OF(1, 1, 2, 3);
-    a->seq_q = RANDOM_OF(0, 1, 2, 7, 8, 11, 12, 13, 23, 24, 25, 33, 47, 48, 49, 63, 65, 96, 97, 193);
+    a->seq_q =
+        RANDOM_OF(0, 1, 2, 7, 8, 11, 12, 13, 23, 24, 25, 33, 47, 48, 49, 63, 65, 96, 97, 193);
     a->seq_k = RANDOM_OF(0, 1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 129, 200);
     a->head_dim = RANDOM_OF(0, 1, 2, 3, 8, 15, 16, 17, 31, 32, 48, 64, 80, 96, 128, 200, 256);
     a->head_dim_v = RANDOM_OF(a->head_dim, a->head_dim, 0, 1, 7, 8, 24, 33, 64, 72, 256);
@@ -308,7 +309,8 @@ static void check_unseen_nan(enum attn_dtype dtype, enum mask_kind kind) {
 
 /* NaN in one key, its value or one query under a narrow band: only what sees it turns to NaN. */
 static void check_seen_nan(enum attn_dtype dtype, int which) {
-  const char *const names[] = {"NaN in a query", "NaN in a key", "NaN in a value", "NaN in grad_out"};
+  const char *const names[] = {"NaN in a query", "NaN in a key", "NaN in a value",
+                               "NaN in grad_out"};
   struct problem p = new_problem(names[which], dtype, 150, 150, 17);
   p.args.window_left = 9;
   p.args.window_right = 2;

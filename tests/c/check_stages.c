@@ -14,7 +14,9 @@ struct op {
 };
 
 #define KERNEL_OF(stage)                                                                           \
-  static attn_stage_cpu_fn *const *stage##_of(const struct attn_cpu_kernels *k) { return &k->stage; }
+  static attn_stage_cpu_fn *const *stage##_of(const struct attn_cpu_kernels *k) {                  \
+    return &k->stage;                                                                              \
+  }
 KERNEL_OF(scale)
 KERNEL_OF(masked_fill)
 KERNEL_OF(softmax)
@@ -56,9 +58,9 @@ static void check_op(const struct op *op, enum attn_dtype dtype) {
 
   struct tensor in = tensor_new(dtype, batch, heads, rows, cols, layout);
   struct tensor probs = tensor_new(dtype, batch, heads, rows, cols, layout);
-  struct tensor mask = tensor_new(
-      ATTN_BOOL, RANDOM_OF(1, batch), RANDOM_OF(1, heads), RANDOM_OF(1, rows), RANDOM_OF(1, cols),
-      (enum layout)RANDOM_OF(CONTIGUOUS, GAPS, STEP_2));
+  struct tensor mask =
+      tensor_new(ATTN_BOOL, RANDOM_OF(1, batch), RANDOM_OF(1, heads), RANDOM_OF(1, rows),
+                 RANDOM_OF(1, cols), (enum layout)RANDOM_OF(CONTIGUOUS, GAPS, STEP_2));
   FOR_EACH(&mask) tensor_set(&mask, b, h, s, d, (double)random_below(2));
   if (probs_op)
     fill_random(&in, 1), fill_random(&probs, 0.1);

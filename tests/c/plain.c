@@ -1,5 +1,5 @@
-/* plain.c: see check.h. Products and sums of numbers of fp32, rounded to fp32 from double, are those
- * of fp32 arithmetic: double has more than twice its digits. */
+/* plain.c: see check.h. Products and sums of numbers of fp32, rounded to fp32 from double, are
+ * those of fp32 arithmetic: double has more than twice its digits. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,9 @@ static double *at(const struct attn_tensor *t, int64_t b, int64_t h, int64_t s, 
 }
 
 /* The result of one operation of arithmetic. */
-static double step(enum attn_dtype dtype, double x) { return dtype == ATTN_F64 ? x : (float)x; }
+static double step(enum attn_dtype dtype, double x) {
+  return dtype == ATTN_F64 ? x : (float)x;
+}
 
 static double plain_exp(enum attn_dtype dtype, double x) {
   return dtype == ATTN_F64 ? exp(x) : expf((float)x);
@@ -56,8 +58,8 @@ void plain_stage(const char *op, const struct attn_stage *st, const struct attn_
       } else if (strcmp(op, "scale") == 0)
         x = step(dtype, x * step(dtype, st->value));
       else
-        x = step(dtype, x * step(dtype, dropout_factor(st->value, st->rng_state,
-                                                       b * st->heads + h, r, c)));
+        x = step(dtype, x * step(dtype, dropout_factor(st->value, st->rng_state, b * st->heads + h,
+                                                       r, c)));
       *at(&st->out, b, h, r, c) = round_to(dtype, x);
       *at(sizes, b, h, r, c) = fmax(size, fabs(x));
     }
@@ -100,8 +102,7 @@ static double plain_score(const struct head *m, int64_t i, int64_t j, double *sl
   if ((a->window_left >= 0 && distance < -a->window_left) ||
       (a->window_right >= 0 && distance > a->window_right) ||
       (mask->data && mask->dtype == ATTN_BOOL && !((const bool *)mask->data)[offset]) ||
-      (mask->data && mask->dtype != ATTN_BOOL &&
-       ((const double *)mask->data)[offset] == -INFINITY))
+      (mask->data && mask->dtype != ATTN_BOOL && ((const double *)mask->data)[offset] == -INFINITY))
     return -INFINITY;
   double s = dot(m->dtype, at(&a->query, m->b, m->h, i, 0), at(&a->key, m->b, m->kv_head, j, 0),
                  a->head_dim);
@@ -133,8 +134,9 @@ static void plain_forward_row(const struct head *m, int64_t i) {
     row[j] = max == -INFINITY ? 0 : round_to(dtype, step(dtype, row[j] / sum));
     dropped[j] = row[j];
     if (a->dropout_p > 0)
-      dropped[j] = round_to(dtype, row[j] * dropout_factor(a->dropout_p, a->rng_state,
-                                                          a->first_head + m->b * a->heads + m->h, i, j));
+      dropped[j] =
+          round_to(dtype, row[j] * dropout_factor(a->dropout_p, a->rng_state,
+                                                  a->first_head + m->b * a->heads + m->h, i, j));
   }
   for (int64_t d = 0; d < a->head_dim_v; ++d) {
     double out = 0, size = 0;
@@ -182,6 +184,7 @@ static void plain_backward_row(const struct head *m, int64_t i) {
     const double size =
         probs[j] * (kept * size_of_dot(grad_out, value, a->head_dim_v) + delta_size);
     const double slope = m->slope[i * a->seq_k + j];
+    const double slope_size = 2 - slope; /* slope is 1 - tanh^2, of terms 1 and tanh^2 */
     const double scaled =
         round_to(dtype, step(dtype, round_to(dtype, step(dtype, grad * slope)) * a->scale));
 
@@ -192,9 +195,9 @@ static void plain_backward_row(const struct head *m, int64_t i) {
     }
     for (int64_t d = 0; d < a->head_dim; ++d) {
       add(dtype, at(&a->grad_query, b, h, i, d), scaled, *at(&a->key, b, kv, j, d),
-          at(&z->grad_query, b, h, i, d), size * slope * a->scale);
+          at(&z->grad_query, b, h, i, d), size * slope_size * a->scale);
       add(dtype, at(&a->grad_key, b, kv, j, d), scaled, *at(&a->query, b, h, i, d),
-          at(&z->grad_key, b, kv, j, d), size * slope * a->scale);
+          at(&z->grad_key, b, kv, j, d), size * slope_size * a->scale);
     }
     for (int64_t d = 0; d < a->head_dim_v; ++d)
       add(dtype, at(&a->grad_value, b, kv, j, d), dropped[j], grad_out[d],
@@ -234,8 +237,9 @@ void plain_flash(const struct attn_args *a, const struct attn_args *sizes, enum 
   clear_or_round(sizes, ATTN_F64, ATTN_F64, false);
   for (int64_t head = 0; head < a->batch * a->heads; ++head) {
     const int64_t h = head % a->heads;
-    const struct head m = {a,         sizes,     dtype,     head / a->heads, h,
-                           h / (a->heads / a->kv_heads), memory[0], memory[1], memory[2]};
+    const struct head m = {
+        a,         sizes,     dtype,    head / a->heads, h, h / (a->heads / a->kv_heads),
+        memory[0], memory[1], memory[2]};
     for (int64_t i = 0; i < a->seq_q; ++i) {
       plain_forward_row(&m, i);
       plain_backward_row(&m, i);

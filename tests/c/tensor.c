@@ -1,4 +1,5 @@
-/* tensor.c: guarded tensors of any dtype, numbers rounded to a dtype, random numbers, comparison. */
+/* tensor.c: guarded tensors of any dtype, numbers rounded to a dtype, random numbers, comparison.
+ */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -54,16 +55,22 @@ double random_normal(void) {
   return sqrt(-2 * log(u)) * cos(6.283185307179586 * v);
 }
 
-int64_t random_below(int64_t n) { return (int64_t)(random_bits() % (uint64_t)n); }
+int64_t random_below(int64_t n) {
+  return (int64_t)(random_bits() % (uint64_t)n);
+}
 
-int64_t random_of(const int64_t *choices, int count) { return choices[random_below(count)]; }
+int64_t random_of(const int64_t *choices, int count) {
+  return choices[random_below(count)];
+}
 
 /* Bits of the significand with the leading one, and the exponent of the smallest normal number. */
 static const struct {
   int digits, least;
 } formats[] = {{24, -126}, {53, -1022}, {11, -14}, {8, -126}};
 
-double epsilon_of(enum attn_dtype dtype) { return ldexp(1, 1 - formats[dtype].digits); }
+double epsilon_of(enum attn_dtype dtype) {
+  return ldexp(1, 1 - formats[dtype].digits);
+}
 
 double round_to(enum attn_dtype dtype, double x) {
   if (dtype == ATTN_F64 || x == 0 || !isfinite(x))
@@ -211,7 +218,8 @@ bool tensor_guards_hold(const struct tensor *t) {
 
 struct tensor tensor_widened(const struct tensor *t) {
   const enum attn_dtype dtype = t->dtype == ATTN_BOOL ? ATTN_BOOL : ATTN_F64;
-  struct tensor wide = tensor_new(dtype, t->size[0], t->size[1], t->size[2], t->size[3], CONTIGUOUS);
+  struct tensor wide =
+      tensor_new(dtype, t->size[0], t->size[1], t->size[2], t->size[3], CONTIGUOUS);
   FOR_EACH(t) tensor_set(&wide, b, h, s, d, tensor_get(t, b, h, s, d));
   return wide;
 }
