@@ -13,9 +13,10 @@
  *   (maximum, sum, result), which finds all but the first time in cache.
  * Scratch, on the stack: two chunks.
  * Barriers: none.
- * Numerics: REAL throughout, one rounding at the end. NaN and +inf make a row NaN, as in aten.
+ * Numerics: REAL throughout, one rounding at the end. A chunk is summed by itself, so that few
+ *   small terms meet a large sum. NaN and +inf make a row NaN, as in aten.
  * The caller has checked: sizes, strides, dtypes. in and out may be the same memory.
- * Bound by: memory.
+ * Bound by: memory, but for dropout, which its random numbers bound.
  * Sources: none.
  */
 #include "dropout.h"
@@ -141,8 +142,10 @@ void ATTN_NAME(softmax)(const struct attn_stage *s, int64_t begin, int64_t end) 
     vec total = {0};
     for (int64_t col = 0; col < s->cols; col += CHUNK) {
       const int64_t n = load_chunk(x, s, at.in, col, -(REAL)INFINITY);
+      vec part = {0};
       for (int64_t i = 0; i < n; i += VL)
-        total += vec_exp(vec_load(x + i) - base);
+        part += vec_exp(vec_load(x + i) - base);
+      total += part;
     }
     const REAL sum = vec_sum(total), factor = sum == 0 ? 0 : 1 / sum;
     for (int64_t col = 0; col < s->cols; col += CHUNK) {
@@ -162,8 +165,10 @@ void ATTN_NAME(softmax_backward)(const struct attn_stage *s, int64_t begin, int6
     for (int64_t col = 0; col < s->cols; col += CHUNK) {
       const int64_t n = load_chunk(grad, s, at.in, col, 0);
       load_chunk(probs, s, at.probs, col, 0);
+      vec part = {0};
       for (int64_t i = 0; i < n; i += VL)
-        total += vec_load(grad + i) * vec_load(probs + i);
+        part += vec_load(grad + i) * vec_load(probs + i);
+      total += part;
     }
     const REAL sum = vec_sum(total);
     for (int64_t col = 0; col < s->cols; col += CHUNK) {
@@ -176,25 +181,44 @@ void ATTN_NAME(softmax_backward)(const struct attn_stage *s, int64_t begin, int6
   }
 }
 
+/* One draw for each group of a chunk: word [4][group]. Apart, so that it becomes vectors. */
+enum { GROUPS = CHUNK / 8 };
+
+static void draw_groups(uint32_t word[restrict 4][GROUPS], const int64_t *rng_state, uint32_t group,
+                        uint32_t row, uint32_t head, int64_t n) {
+  const int64_t state[2] = {rng_state[0], rng_state[1]};
+  for (int64_t g = 0; g < n; ++g) {
+    const struct attn_philox draw = attn_philox(state, group + (uint32_t)g, row, head);
+    for (int w = 0; w < 4; ++w)
+      word[w][g] = draw.word[w];
+  }
+}
+
+/* Columns 8w + 2t and 8w + 2t + 1 of a block of 32 take the two halves of word w of draw t. */
+static void drop_block(REAL x[32], const uint32_t word[4][GROUPS], int64_t group,
+                       uint32_t threshold, REAL kept) {
+  for (int w = 0; w < 4; ++w)
+    for (int t = 0; t < 4; ++t) {
+      REAL *pair = x + w * 8 + t * 2;
+      const uint32_t numbers = word[w][group + t];
+      pair[0] = (numbers & 0xFFFF) >= threshold ? pair[0] * kept : 0;
+      pair[1] = numbers >> 16 >= threshold ? pair[1] * kept : 0;
+    }
+}
+
 void ATTN_NAME(dropout)(const struct attn_stage *s, int64_t begin, int64_t end) {
-  _Alignas(64) REAL x[CHUNK];
+  _Alignas(64) REAL x[CHUNK] = {0};
+  uint32_t word[4][GROUPS];
   const uint32_t threshold = attn_dropout_threshold(s->value);
   const REAL kept = (REAL)attn_dropout_scale(s->value);
   for (int64_t row = begin; row < end; ++row) {
     const struct row at = nth_row(s, row);
     const uint32_t head = (uint32_t)(at.b * s->heads + at.h);
     for (int64_t col = 0; col < s->cols; col += CHUNK) {
-      const int64_t n = load_chunk(x, s, at.in, col, 0);
-      /* One draw serves columns c, c + 1 of each 8 of a block of 32: dropout.h. */
-      for (int64_t block = 0; block < n; block += 32)
-        for (int64_t c = block; c < at_most(block + 8, n); c += 2) {
-          const struct attn_philox draw =
-              attn_philox(s->rng_state, attn_dropout_group(col + c), (uint32_t)at.r, head);
-          for (int i = 0; i < 8; ++i) {
-            REAL *at_i = x + c + i / 2 * 8 + i % 2;
-            *at_i = attn_philox_u16(draw, i) >= threshold ? *at_i * kept : 0;
-          }
-        }
+      const int64_t n = load_chunk(x, s, at.in, col, 0), blocks = tiles_of(n, 32);
+      draw_groups(word, s->rng_state, attn_dropout_group(col), (uint32_t)at.r, head, blocks * 4);
+      for (int64_t block = 0; block < blocks; ++block)
+        drop_block(x + block * 32, word, block * 4, threshold, kept);
       store_chunk(x, s, at.out, col, n);
     }
   }

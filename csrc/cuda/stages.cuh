@@ -1,8 +1,8 @@
 /* stages.cuh: what the stage kernels share, for the one dtype that the including instance sets:
  *
- *   SCALAR, PAIR       the type in memory, two of them
+ *   SCALAR, PAIR       the type in memory, two of them as .x and .y
  *   REAL               the type of arithmetic
- *   TO_REAL, FROM_REAL convert a SCALAR; TO_PAIR(a, b) makes a PAIR of two REALs
+ *   TO_REAL, TO_PAIR   a SCALAR to REAL, two REALs to a PAIR
  *   EXP(x, base)       e to the power of x - base
  *   NAME(op, tail)     attn_<op>_cuda_<dtype><tail>, the name of a launcher or of a kernel
  *
@@ -19,6 +19,9 @@
 #include "../attn.h"
 #include "ptx_sm80.cuh"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 enum {
   PACK = 16 / sizeof(SCALAR), /* elements of a pack */
   PACKS = 4,                  /* packs a thread has in flight: enough to cover the latency */
@@ -28,6 +31,10 @@ enum {
 struct __align__(16) pack {
   SCALAR at[PACK];
 };
+
+static __device__ SCALAR scalar_of(REAL x) {
+  return TO_PAIR(x, x).x;
+}
 
 /* Two at a time, since the conversion instructions to fp16 and bf16 take two. */
 static __device__ struct pack pack_of(const REAL x[PACK]) {

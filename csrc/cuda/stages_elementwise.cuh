@@ -33,7 +33,7 @@ static __device__ __forceinline__ void scale_rows(const struct attn_stage *s,
     struct pack x[PACKS];
 #pragma unroll
     for (int u = 0; u < PACKS; ++u)
-      x[u] = load_pack(in, col + u * lanes * PACK, s->cols, whole, FROM_REAL(0));
+      x[u] = load_pack(in, col + u * lanes * PACK, s->cols, whole, scalar_of(0));
 #pragma unroll
     for (int u = 0; u < PACKS; ++u) {
       REAL scaled[PACK];
@@ -152,7 +152,7 @@ static __device__ __forceinline__ void fill_rows(const struct attn_stage *s,
   const int64_t row = row_of_block(deal->pieces) + threadIdx.y;
   if (row >= s->rows)
     return;
-  const SCALAR value = FROM_REAL((REAL)s->value);
+  const SCALAR value = scalar_of((REAL)s->value);
   struct pack full;
 #pragma unroll
   for (int e = 0; e < PACK; ++e)
@@ -251,7 +251,7 @@ drop_rows(const struct attn_stage *s, const struct deal *deal, struct drop drop,
     struct pack x[DROP_PACKS];
 #pragma unroll
     for (int u = 0; u < DROP_PACKS; ++u)
-      x[u] = load_pack(in, first + (u * WARP + lane) * PACK, s->cols, whole, FROM_REAL(0));
+      x[u] = load_pack(in, first + (u * WARP + lane) * PACK, s->cols, whole, scalar_of(0));
 
     struct attn_philox draw =
         attn_philox(rng_state, attn_dropout_group(first + lane / 4 * 32 + lane % 4 * 2),

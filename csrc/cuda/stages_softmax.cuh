@@ -81,7 +81,7 @@ static __device__ __forceinline__ void soften_rows(const struct attn_stage *s, b
     struct pack raw[PACKS];
 #pragma unroll
     for (int u = 0; u < PACKS; ++u)
-      raw[u] = load_pack(in, col + u * lanes * PACK, cols, whole, FROM_REAL(MINUS_INF));
+      raw[u] = load_pack(in, col + u * lanes * PACK, cols, whole, scalar_of(MINUS_INF));
 
     REAL x[PACKS][PACK];
     REAL max = MINUS_INF, sum = 0;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(MOST_LANES)
 #pragma unroll
       for (int u = 0; u < PACKS; ++u)
         raw[u] =
-            load_pack(in, col + u * MOST_LANES * PACK, s.cols, deal.whole, FROM_REAL(MINUS_INF));
+            load_pack(in, col + u * MOST_LANES * PACK, s.cols, deal.whole, scalar_of(MINUS_INF));
 #pragma unroll
       for (int i = 0; i < PACKS * PACK; ++i)
         max = fmax(max, TO_REAL(raw[i / PACK].at[i % PACK]));
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(MOST_LANES)
       struct pack raw[PACKS];
 #pragma unroll
       for (int u = 0; u < PACKS; ++u)
-        raw[u] = load_pack(in, col + u * MOST_LANES * PACK, s.cols, deal.whole, FROM_REAL(0));
+        raw[u] = load_pack(in, col + u * MOST_LANES * PACK, s.cols, deal.whole, scalar_of(0));
 #pragma unroll
       for (int u = 0; u < PACKS; ++u) {
         REAL x[PACK];
@@ -191,8 +191,8 @@ static __device__ __forceinline__ void differentiate_rows(const struct attn_stag
     REAL dot = 0;
 #pragma unroll
     for (int u = 0; u < PACKS; ++u) {
-      p[u] = load_pack(probs, col + u * lanes * PACK, cols, whole, FROM_REAL(0));
-      g[u] = load_pack(grad, col + u * lanes * PACK, cols, whole, FROM_REAL(0));
+      p[u] = load_pack(probs, col + u * lanes * PACK, cols, whole, scalar_of(0));
+      g[u] = load_pack(grad, col + u * lanes * PACK, cols, whole, scalar_of(0));
     }
 #pragma unroll
     for (int i = 0; i < PACKS * PACK; ++i)
@@ -231,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(MOST_LANES)
     REAL dot = 0;
 #pragma unroll PACKS
     for (int64_t col = start; col < s.cols; col += MOST_LANES * PACK) {
-      struct pack p = load_pack(probs, col, s.cols, deal.whole, FROM_REAL(0));
-      struct pack g = load_pack(grad, col, s.cols, deal.whole, FROM_REAL(0));
+      struct pack p = load_pack(probs, col, s.cols, deal.whole, scalar_of(0));
+      struct pack g = load_pack(grad, col, s.cols, deal.whole, scalar_of(0));
 #pragma unroll
       for (int e = 0; e < PACK; ++e)
         dot += TO_REAL(p.at[e]) * TO_REAL(g.at[e]);
@@ -241,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(MOST_LANES)
 
 #pragma unroll PACKS
     for (int64_t col = start; col < s.cols; col += MOST_LANES * PACK) {
-      struct pack p = load_pack(probs, col, s.cols, deal.whole, FROM_REAL(0));
-      struct pack g = load_pack(grad, col, s.cols, deal.whole, FROM_REAL(0));
+      struct pack p = load_pack(probs, col, s.cols, deal.whole, scalar_of(0));
+      struct pack g = load_pack(grad, col, s.cols, deal.whole, scalar_of(0));
       REAL x[PACK];
 #pragma unroll
       for (int e = 0; e < PACK; ++e)
