@@ -19,7 +19,8 @@ namespace attn_ext {
 STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("scale(Tensor scores, float scale) -> Tensor");
   m.def("masked_fill(Tensor scores, Tensor? mask, float value, *, bool is_causal=False) -> Tensor");
-  m.def("masked_fill_(Tensor(a!) scores, Tensor? mask, float value, *, bool is_causal=False) -> ()");
+  m.def("masked_fill_(Tensor(a!) scores, Tensor? mask, float value, *, bool is_causal=False) "
+        "-> ()");
   m.def("softmax(Tensor scores) -> Tensor");
   m.def("softmax_backward(Tensor grad_output, Tensor output) -> Tensor");
   m.def("dropout(Tensor probs, float p, Tensor rng_state) -> Tensor");
@@ -41,8 +42,8 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
         "-> (Tensor out, Tensor logsumexp)");
   m.def("flash_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
-        "SymInt max_k, float dropout_p, bool is_causal, Tensor? rng_state, bool[3] output_mask, *, "
-        BAND ", float softcap=0.0, bool deterministic=False) "
+        "SymInt max_k, float dropout_p, bool is_causal, Tensor? rng_state, bool[3] output_mask, "
+        "*, " BAND ", float softcap=0.0, bool deterministic=False) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }
 /* clang-format on */

@@ -1,0 +1,4 @@
+#define HEAD_DIM   128
+#define DTYPE      bf16
+#define NAME(tail) attn_flash_bwd_sm80_d128_bf16##tail
+#include "../flash_bwd_sm80.cuh"

@@ -1,0 +1,4 @@
+#define HEAD_DIM   256
+#define DTYPE      f16
+#define NAME(tail) attn_flash_bwd_sm80_d256_f16##tail
+#include "../flash_bwd_sm80.cuh"

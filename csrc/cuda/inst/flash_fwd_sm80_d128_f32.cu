@@ -1,0 +1,9 @@
+#define HEAD_DIM   128
+#define WARPS      4
+#define TILES      1
+#define COLS       4
+#define BUFFERS    2
+#define SLICES     1
+#define MIN_BLOCKS 2
+#define NAME(tail) attn_flash_fwd_sm80_d128_f32##tail
+#include "../flash_fwd_sm80_f32.cuh"

@@ -1,0 +1,4 @@
+#define HEAD_DIM   64
+#define DTYPE      bf16
+#define NAME(tail) attn_flash_fwd_sm80_d64_bf16##tail
+#include "../flash_fwd_sm80.cuh"
