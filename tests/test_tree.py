@@ -88,7 +88,7 @@ def test_instances_are_at_most_ten_lines() -> None:
 def test_symbols_that_cross_a_file_carry_the_prefix() -> None:
     """What a kernel file defines without static starts with attn_."""
     definition = re.compile(
-        r"^(?!static|typedef|struct|enum|union|extern|return|else|if|for|while|#|/|\*|\}|@|ATTN_|__)"
+        r"^(?!static|typedef|struct|enum|union|extern|return|else|if|for|while|[#/*}@]|ATTN_|__)"
         r"[A-Za-z_][\w\s\*]*?\b(\w+)\([^;]*\{\s*$",
         re.MULTILINE,
     )
