@@ -1,7 +1,9 @@
 /* flash_bwd_ends.cuh: the kernels before and after that of flash_bwd_sm80, a block a row block.
  *
- * before  stats of its rows: log2(e) * logsumexp and delta = rowsum(dO * O); zeroes dq, turns,
- * dmask after   dQ = scale * dq in the tensor's dtype; sums of dmask Bound by memory.
+ * before  stats of its rows: log2(e) * logsumexp and delta = rowsum(dO * O); zeroes dq, turns
+ *         and dmask
+ * after   dQ = scale * dq in the tensor's dtype; sums of dmask
+ * Bound by memory.
  */
 #ifndef ATTN_FLASH_BWD_ENDS_CUH
 #define ATTN_FLASH_BWD_ENDS_CUH

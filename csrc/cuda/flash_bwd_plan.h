@@ -7,11 +7,11 @@
  *          in a section the key blocks that most queries see come first. Where all key blocks weigh
  *          the same a section is one head.
  * Workspace
- *   stats  [row block][2][BLOCK_Q]  log2(e) * logsumexp, and delta; +inf and 0 past the last row
- * and for rows without keys, so that their P is 0 with no test dq     [row block][BLOCK_Q *
- * HEAD_DIM]  fp32 sums, in the order of the fragments that add to it turns  [row block][2]  which
- * key block adds to dq next, where the sums must be deterministic dmask  fp32 sums of the mask's
- * gradient, where the mask is broadcast
+ *   stats  [row block][2][BLOCK_Q]: log2(e) * logsumexp, and delta; +inf and 0 past the last row
+ *          and for rows without keys, so that their P is 0 with no test
+ *   dq     [row block][BLOCK_Q * HEAD_DIM]: fp32 sums, in the order of the fragments that add to it
+ *   turns  [row block][2]: which key block adds to dq next, where sums must be deterministic
+ *   dmask  fp32 sums of the mask's gradient, where the mask is broadcast
  */
 #ifndef ATTN_FLASH_BWD_PLAN_H
 #define ATTN_FLASH_BWD_PLAN_H

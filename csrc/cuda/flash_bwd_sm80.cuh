@@ -1,3 +1,30 @@
+/* flash_bwd_sm80.cuh: fused attention, backward, f16 and bf16, mma.sync.
+ *
+ * Formulas, with P = exp(S - logsumexp), K what dropout multiplies a weight by (1 without)
+ *   delta = rowsum(dO * O)    dP = dO . V^T    dS = P (K dP - delta)
+ *   dV = (K P)^T . dO    dK = scale dS^T . Q    dQ = scale dS . K; softcap: dS times its slope
+ * Operands: attn.h; here S^T [keys, queries], so that P^T and dS^T lie in registers as mma wants
+ *   its first factor.
+ * Architecture: sm_80 and later; the only backward kernel for halves.
+ * Grid: a block a block of BLOCK_K keys of one key head (order: flash_bwd_plan.h). It walks the row
+ *   blocks of every query head of its group, so dK and dV are summed here and written once.
+ * Roles: warps 0 to 3 make S, P and dV, warps 4 to 7 dP, dS and dK, each of 16 M keys; P goes from
+ *   the first to the second through shared memory. All eight then add dS . K to dq, by fp32
+ *   atomics laid out so that a warp's 32 fall side by side; the first group after its next P, the
+ *   second before its next dP, so that the atomics of one lie under the products of the other.
+ * Tiles: struct tile in flash_bwd_tile.cuh; 256 threads, one block an SM.
+ * Shared memory: K, [STAGES] of Q and dO, V (in the place of dS and P where it is KEPT in
+ *   registers), [2] dS^T, P^T, slopes of the soft cap, [STAGES] of logsumexp and delta.
+ * Barriers: struct barriers in flash_bwd_tile.cuh. P_READY: the warp of S arrives, the warp of dP
+ *   waits, for a part of P. SPLIT_READY: the two warps of the same keys. TURN: a group of four
+ *   warps round its turn at dq. Number 0 ends each row block: rows, dS and P change hands.
+ * Numerics: fp32 sums. A row without keys has logsumexp stored as +inf, so its P is 0. With
+ *   deterministic, key blocks add to a row block of dq in order (turns); the blocks of a head start
+ *   in that order too, so the one that is waited for is running.
+ * The caller has checked: everything in attn.h.
+ * What bounds it: not profiled. D = 128 full 16k: 306 TFLOP/s where FA2 has 307 (README.md).
+ * Sources: Dao, "FlashAttention-2", 2023.
+ */
 #ifndef HEAD_DIM
 #  error "an instance sets HEAD_DIM, DTYPE and NAME before it includes this file"
 #endif
@@ -377,8 +404,7 @@ template <int KIND> static __device__ __forceinline__ void backward(const struct
     if (!is_key && t > 0 && want_dq)
       add_step_dq(t - 1);
     cp_async_wait<0>();
-    __syncthreads(); /* all wrote the next rows and dS; all have read these rows, P, the dS before
-                      */
+    __syncthreads(); /* all wrote the next rows and dS, and have read these rows, P, the last dS */
     if (T::STAGES == 1 && t + 1 < steps) {
       load_step<KIND>(p, &at, step_at(&at, t + 1, group), base + T::AT_Q, base + T::AT_STATS);
       cp_async_commit();
