@@ -126,11 +126,9 @@ struct Attention {
   Sizes out_shape() const { return {batch, heads, seq_q, head_dim_v}; }
 };
 
-/* A tensor [B, H, S, D] as kernels see it. The last stride must be 1 (see with_unit_rows). The one
- * batch of a packed tensor has stride 0, since its sequences are found by cu_seq alone. */
+/* A tensor [B, H, S, D] as kernels see it. The last stride must be 1 (see with_unit_rows). */
 inline attn_tensor view_of(const Tensor &tensor) {
-  int64_t batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
-  return {const_cast<void *>(tensor.const_data_ptr()), batch_stride, tensor.stride(1),
+  return {const_cast<void *>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
           tensor.stride(2)};
 }
 

@@ -71,6 +71,7 @@ struct FlashCall : Attention {
       return;
     args.out = view_of(out);
     args.logsumexp = logsumexp.mutable_data_ptr();
+    drop_packed_batch();
     Device device(query);
     MaybeTensor workspace;
     if (int64_t bytes = device.forward_workspace(args))
@@ -79,6 +80,7 @@ struct FlashCall : Attention {
   }
 
   template <class Device> void backward() {
+    drop_packed_batch();
     Device device(query);
     MaybeTensor workspace;
     if (int64_t bytes = device.backward_workspace(args))
@@ -110,6 +112,15 @@ struct FlashCall : Attention {
   }
 
 private:
+  /* The sequences of a packed tensor are found by cu_seq alone: its one batch has stride 0. */
+  void drop_packed_batch() {
+    if (args.cu_seq_q == nullptr)
+      return;
+    for (attn_tensor *tensor : {&args.query, &args.key, &args.value, &args.out, &args.grad_out,
+                                &args.grad_query, &args.grad_key, &args.grad_value})
+      tensor->stride_b = 0;
+  }
+
   Tensor allocate_workspace(int64_t bytes) {
     Tensor workspace = empty(query, {bytes}, ScalarType::Byte);
     args.workspace = workspace.mutable_data_ptr();
