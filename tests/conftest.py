@@ -9,6 +9,10 @@ import sys
 import pytest
 import torch
 
+# Kineto reads its level once in a process, at the first profile; later releases print two lines a
+# session below this one, and tests of the profiler look at what is printed.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
