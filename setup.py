@@ -10,7 +10,9 @@ Both use the stable ABI of Python (3.10) and of torch (2.10): one build runs on 
 
 Environment
     ATTN_EXT_CUDA   auto (default: build CUDA where nvcc is), 1 (fail without nvcc), 0 (never)
-    ATTN_EXT_ARCHS  GPU architectures to build, default "80;90a"; PTX of compute_80 serves the rest.
+    ATTN_EXT_ARCHS  GPU architectures with machine code of their own, some of 80, 90a, 100, 120;
+                    default "80;90a". PTX of compute_80 serves every other GPU. "native" is what the
+                    GPUs of this machine need, and the default where it has none.
                     TORCH_CUDA_ARCH_LIST, where set, narrows it further
     ATTN_EXT_LINEINFO=1  source lines in the CUDA library, for ncu
     ATTN_EXT_ALLOW_SPILLS=1  let a tensor-core kernel pass that spills, while it is being tuned
@@ -55,12 +57,10 @@ ISAS = {"base": []}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
 
-# GPU architectures that ATTN_EXT_ARCHS may name, and how nvcc is told. Machine code runs within
-# one major version only, so the portable kernels are assembled for Hopper too; PTX serves the rest.
-GENCODE = {
-    "80": "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]",
-    "90a": "-gencode=arch=compute_90a,code=sm_90a",
-}
+# GPU architectures that ATTN_EXT_ARCHS may name, and the machine code of the portable kernels for
+# each: it runs within one major version only. 90a has the Hopper kernels on top.
+PORTABLE = {"80": "sm_80", "90a": "sm_90", "100": "sm_100", "120": "sm_120"}
+DEFAULT_ARCHS = ["80", "90a"]
 
 # Backward at head size 128 spills 20 to 80 bytes and was timed so, level with torch's flash backend
 # (csrc/cuda/README.md); its tile is the next thing to mend. Any other spill fails the build.
@@ -75,8 +75,8 @@ COMPILE_TABLE = [
     ("_C", "cpu/select.c", "cc", {"": []}),
     ("_C", "cpu/*.c", "cc", CPU_VARIANTS),
     ("_C_cuda", "cuda/*.c", "cc", {"": []}),
-    ("_C_cuda", "cuda/*_sm90*.cu", "nvcc", {"": ["90a"]}),
-    ("_C_cuda", "cuda/*.cu", "nvcc", {"": ["80"]}),
+    ("_C_cuda", "cuda/*_sm90*.cu", "nvcc", {"": ["hopper"]}),
+    ("_C_cuda", "cuda/*.cu", "nvcc", {"": ["portable"]}),
 ]
 
 
@@ -143,25 +143,49 @@ def static_cudart(home: Path) -> Path:
     return path or fail(f"libcudart_static.a not found below {home}")
 
 
+def native_archs() -> list[str]:
+    """The architectures of the GPUs here, or the default where there are none or none is known."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return DEFAULT_ARCHS
+    majors = {line.split(".")[0] for line in said.split()}
+    return [arch for arch in PORTABLE if major_of(arch) in majors] or DEFAULT_ARCHS
+
+
+def major_of(arch: str) -> str:
+    return arch.rstrip("a")[:-1]
+
+
 def cuda_archs() -> list[str]:
     """The architectures of ATTN_EXT_ARCHS, narrowed by TORCH_CUDA_ARCH_LIST where that is set."""
-    asked = re.split(r"[;,\s]+", os.environ.get("ATTN_EXT_ARCHS", "80;90a").strip())
-    unknown = [arch for arch in asked if arch not in GENCODE]
+    named = os.environ.get("ATTN_EXT_ARCHS", ";".join(DEFAULT_ARCHS)).strip()
+    asked = native_archs() if named == "native" else re.split(r"[;,\s]+", named)
+    unknown = [arch for arch in asked if arch not in PORTABLE]
     if unknown:
-        fail(f"ATTN_EXT_ARCHS: expected some of {', '.join(GENCODE)}; got {', '.join(unknown)}")
+        known = ", ".join(PORTABLE)
+        fail(f"ATTN_EXT_ARCHS: expected native or some of {known}; got {', '.join(unknown)}")
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if listed:
-        majors = {int(major) for major in re.findall(r"(\d+)\.\d", listed)}
-        # The portable kernels serve every GPU from 8.0 on; the Hopper ones 9.0 alone.
-        wanted = {"80": any(major >= 8 for major in majors), "90a": 9 in majors}
-        asked = [arch for arch in asked if wanted[arch]]
-        if not asked:
+        majors = set(re.findall(r"(\d+)\.\d", listed))
+        kept = [arch for arch in asked if major_of(arch) in majors]
+        if not kept and any(int(major) >= 8 for major in majors):
+            kept = asked[:1]  # its PTX serves the GPUs listed
+        if not kept:
             fail(
                 f"TORCH_CUDA_ARCH_LIST={listed} leaves none of the architectures of ATTN_EXT_ARCHS"
             )
-    if "80" not in asked:
-        fail("ATTN_EXT_ARCHS: expected 80 among them (the portable kernels serve every GPU)")
+        asked = kept
     return asked
+
+
+def gencode(kernels: str, archs: list[str]) -> list[str]:
+    """nvcc's flags for the portable or the Hopper kernels; none where they are not wanted."""
+    if kernels == "hopper":
+        return ["-gencode=arch=compute_90a,code=sm_90a"] if "90a" in archs else []
+    code = ",".join([*(PORTABLE[arch] for arch in archs), "compute_80"])
+    return [f"-gencode=arch=compute_80,code=[{code}]"]
 
 
 def want_cuda() -> str | None:
@@ -314,10 +338,9 @@ class BuildExt(build_ext):
                 continue
             for variant, extra in variants.items():
                 if tool == "nvcc":
-                    wanted = [arch for arch in extra if arch in archs]
-                    if not wanted:
+                    extra = gencode(extra[0], archs)
+                    if not extra:
                         continue
-                    extra = [GENCODE[arch] for arch in wanted]
                 suffix = f".{variant}.o" if variant else ".o"
                 output = build / library / Path(name).with_suffix(suffix)
                 depend = ["-MD", "-MF", str(output.with_suffix(".d"))]

@@ -127,9 +127,9 @@ def assert_accurate(ours: Tensor, plain: Tensor, truth: Tensor, what: str, ulps:
     plain_difference = torch.where(truth.isinf(), 0.0, (plain.double() - truth).abs())
     finite = truth[truth.isfinite()]
     size = finite.abs().max().item() if finite.numel() else 0.0
-    # What cancels keeps the rounding of its terms, sums of products of inputs. In fp64 nothing else
-    # allows for that: the plain result is the truth itself.
-    if size < 0.01 or ours.dtype == torch.float64:
+    # What cancels keeps the rounding of its terms, sums of products of inputs. In half precision the
+    # plain result shows as much; in fp32 and fp64 the floor must allow for it.
+    if size < 0.01 or ours.dtype in (torch.float32, torch.float64):
         size = max(size, 4.0)
     if ours.dtype == torch.float64:  # the truth is rounded like ours
         ulps *= 64

@@ -122,25 +122,48 @@ def import_setup():
     "listed, archs, expected",
     [
         ("", "80;90a", ["80", "90a"]),
-        ("9.0", "80;90a", ["80", "90a"]),
-        ("9.0a", "80,90a", ["80", "90a"]),
+        ("", "90a", ["90a"]),
+        ("", "native", ["80", "90a"]),
+        ("9.0", "80;90a", ["90a"]),
+        ("9.0a", "80,90a", ["90a"]),
         ("8.0;9.0+PTX", "80 90a", ["80", "90a"]),
         ("8.6", "80;90a", ["80"]),
         ("9.0", "80", ["80"]),
+        ("10.0;12.0", "80;90a;100;120", ["100", "120"]),
+        ("12.0", "80;90a", ["80"]),
         ("7.5", "80;90a", "leaves none"),
-        ("", "75", "expected some of 80, 90a; got 75"),
-        ("", "90a", "expected 80 among them"),
+        ("", "75", "expected native or some of 80, 90a, 100, 120; got 75"),
     ],
 )
 def test_architecture_lists(monkeypatch, listed, archs, expected) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     monkeypatch.setenv("ATTN_EXT_ARCHS", archs)
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
     cuda_archs = import_setup()["cuda_archs"]
     if isinstance(expected, list):
         assert cuda_archs() == expected
     else:
         with pytest.raises(SystemExit, match=expected):
             cuda_archs()
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [("9.0", ["90a"]), ("8.6\\n8.9", ["80"]), ("12.0\\n9.0", ["90a", "120"]), ("7.5", ["80", "90a"])],
+)
+def test_native_architectures(monkeypatch, tmp_path, said, expected) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert import_setup()["native_archs"]() == expected
+
+
+def test_flags_of_the_architectures() -> None:
+    gencode = import_setup()["gencode"]
+    assert gencode("portable", ["80"]) == ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+    assert gencode("portable", ["90a"]) == ["-gencode=arch=compute_80,code=[sm_90,compute_80]"]
+    assert gencode("hopper", ["80", "90a"]) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert gencode("hopper", ["80"]) == []
 
 
 def test_old_torch_is_named(monkeypatch, tmp_path) -> None:
