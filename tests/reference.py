@@ -1,13 +1,15 @@
 """The truth that tests compare with: attention by its formula, in fp64, in plain torch.
 
 Rule of every comparison: the error of ours against fp64 is at most twice the error that the same
-formula makes in the tensors' own dtype, plus a rounding floor. NaN never passes.
+formula makes in the tensors' own dtype, plus a rounding floor. NaN never passes. The floor is some
+units in the last place of the result's largest number or, where a sum cancels, of its terms.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,8 +70,15 @@ class Problem:
         return seen
 
 
-def attend(problem: Problem, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, logsumexp) of the problem with these operands, by the formula, in their dtype."""
+class Exact(NamedTuple):
+    """A result in fp64, and the size of the terms that it is a sum of."""
+
+    value: Tensor
+    terms: float = 0.0
+
+
+def attend(problem: Problem, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, logsumexp, weights before dropout) of these operands by the formula, in their dtype."""
     query, key, value, *bias = inputs
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
@@ -89,48 +98,75 @@ def attend(problem: Problem, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     alive = torch.isfinite(scores).any(dim=-1, keepdim=True) if scores.shape[-1] else None
     if alive is None:
         nothing = (query.sum() + key.sum() + value.sum()) * 0
-        return nothing + query.new_zeros(*query.shape[:3], value.shape[3]), logsumexp
+        out = nothing + query.new_zeros(*query.shape[:3], value.shape[3])
+        return out, logsumexp, scores
     has_nan = scores.isnan().any(dim=-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~(alive | has_nan), 0.0), dim=-1)
     weights = weights.masked_fill(~(alive | has_nan), 0.0)
+    kept = weights
     if problem.dropout_p:
         keep = dropout_keep(problem.rng_state, problem.dropout_p, weights.shape)
         factor = 1 / (1 - problem.dropout_p) if problem.dropout_p < 1 else 0.0
-        weights = weights * keep.to(weights.device) * factor
-    return weights @ value, logsumexp
+        kept = weights * keep.to(weights.device) * factor
+    return kept @ value, logsumexp, weights
 
 
-def reference(problem: Problem, grad_out: Tensor | None = None) -> list[Tensor]:
+def reference(problem: Problem, grad_out: Tensor | None = None) -> list[Exact]:
     """[out, logsumexp, *gradients of inputs()] in fp64."""
-    return _evaluate(problem, torch.float64, grad_out)
+    results, weights, grad_weights = _evaluate(problem, torch.float64, grad_out)
+    if grad_out is None:
+        return [Exact(value) for value in results]
+    scale = problem.scale if problem.scale is not None else problem.query.shape[3] ** -0.5
+    grad_score = _size(weights * grad_weights)  # a term of the gradient of a score
+    terms = [
+        0.0,
+        0.0,
+        abs(scale) * grad_score * _size(problem.key),
+        abs(scale) * grad_score * _size(problem.query),
+        _size(weights) * _size(grad_out),
+        grad_score,
+    ]
+    return [Exact(value, size) for value, size in zip(results, terms, strict=False)]
 
 
 def baseline(problem: Problem, grad_out: Tensor | None = None) -> list[Tensor]:
     """The same by plain torch in the dtype of query: the error that a careful user gets."""
-    return _evaluate(problem, problem.query.dtype, grad_out)
+    return _evaluate(problem, problem.query.dtype, grad_out)[0]
 
 
-def _evaluate(problem: Problem, dtype: torch.dtype, grad_out: Tensor | None) -> list[Tensor]:
+def _evaluate(
+    problem: Problem, dtype: torch.dtype, grad_out: Tensor | None
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The results, the weights and, with gradients, theirs."""
     inputs = [t.detach().to(dtype).requires_grad_(grad_out is not None) for t in problem.inputs()]
-    out, logsumexp = attend(problem, inputs)
+    out, logsumexp, weights = attend(problem, inputs)
     results = [out.detach(), logsumexp.detach()]
-    if grad_out is not None:
-        results += torch.autograd.grad(out, inputs, grad_out.to(dtype))
-    return results
+    if grad_out is None:
+        return results, weights, weights
+    found = torch.autograd.grad(out, [*inputs, weights], grad_out.to(dtype), allow_unused=True)
+    grads = [
+        torch.zeros_like(t) if g is None else g
+        for g, t in zip(found, [*inputs, weights], strict=True)
+    ]
+    return [*results, *grads[:-1]], weights.detach(), grads[-1]
 
 
-def assert_accurate(ours: Tensor, plain: Tensor, truth: Tensor, what: str, ulps: float = 1) -> None:
+def _size(tensor: Tensor) -> float:
+    """The largest finite number."""
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def assert_accurate(
+    ours: Tensor, plain: Tensor, truth: Exact | Tensor, what: str, ulps: float = 1
+) -> None:
     """The rule above, on the largest error. `ulps` times the dtype's epsilon is the floor."""
+    truth, terms = truth if isinstance(truth, Exact) else Exact(truth)
     assert ours.shape == truth.shape, f"{what}: shape {list(ours.shape)}, not {list(truth.shape)}"
     same_inf = (ours.double() == truth) & truth.isinf()
     difference = torch.where(same_inf, 0.0, (ours.double() - truth).abs())
     plain_difference = torch.where(truth.isinf(), 0.0, (plain.double() - truth).abs())
-    finite = truth[truth.isfinite()]
-    size = finite.abs().max().item() if finite.numel() else 0.0
-    # What cancels keeps the rounding of its terms, sums of products of inputs. In half precision the
-    # plain result shows as much; in fp32 and fp64 the floor must allow for it.
-    if size < 0.01 or ours.dtype in (torch.float32, torch.float64):
-        size = max(size, 4.0)
+    size = max(_size(truth), terms)
     if ours.dtype == torch.float64:  # the truth is rounded like ours
         ulps *= 64
     if ours.dtype == torch.float32:  # accumulated in the same precision: the order of a sum shows

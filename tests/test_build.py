@@ -149,7 +149,12 @@ def test_architecture_lists(monkeypatch, listed, archs, expected) -> None:
 
 @pytest.mark.parametrize(
     "said, expected",
-    [("9.0", ["90a"]), ("8.6\\n8.9", ["80"]), ("12.0\\n9.0", ["90a", "120"]), ("7.5", ["80", "90a"])],
+    [
+        ("9.0", ["90a"]),
+        ("8.6\\n8.9", ["80"]),
+        ("12.0\\n9.0", ["90a", "120"]),
+        ("7.5", ["80", "90a"]),
+    ],
 )
 def test_native_architectures(monkeypatch, tmp_path, said, expected) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
