@@ -3,7 +3,8 @@
 python benchmarks/bench_stages.py
 
 Writes results/<device>-stages.json. Bytes are those a stage must touch; the ceiling is a device
-copy of the same scores in the same run, counting bytes read and written.
+copy of the same scores in the same run, counting bytes read and written. `fill` is torch's fill of
+all scores: what a stage that only writes can reach.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-from measure import Calls, clock_log, header, measure, write
+from measure import Calls, Result, measure
 
 from attn_ext import ops
 
@@ -29,6 +30,7 @@ def stage_rows() -> list[dict[str, Any]]:
     filled = int(future.sum()) * BATCH * HEADS * 2
     work = {
         "copy": (lambda: target.copy_(scores), 2 * whole),
+        "fill": (lambda: target.fill_(-math.inf), whole),
         "scale": (lambda: ops.scale(scores, SCALE), 2 * whole),
         "masked_fill_causal": (
             lambda: ops.masked_fill_(scores, None, -math.inf, is_causal=True),
@@ -88,9 +90,10 @@ def attention_row() -> dict[str, Any]:
 
 
 def main() -> None:
-    with clock_log() as clocks:
-        rows = [*stage_rows(), attention_row()]
-    print(write("stages", header("gpu", clocks), rows))
+    with Result("stages", "gpu") as result:
+        for row in (*stage_rows(), attention_row()):
+            result.add(row)
+    print(result.path)
 
 
 if __name__ == "__main__":

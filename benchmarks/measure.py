@@ -10,11 +10,12 @@ Each is a median over rounds in which all variants take turns, after warm-up, on
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -32,16 +33,23 @@ Calls = dict[str, Callable[[], Any]]
 Figures = dict[str, dict[str, float]]
 
 
-def pinned(variant: str) -> AbstractContextManager[Any]:
-    """Makes F.scaled_dot_product_attention use torch's backend of that name; else does nothing.
+@contextmanager
+def pinned(variant: str) -> Iterator[None]:
+    """Makes F.scaled_dot_product_attention use torch's backend of that name, and attn_ext its
+    portable kernels for flash_sm80; else does nothing.
 
-    The pin costs more CPU time than a fused call, so it is entered outside what is timed.
+    A pin costs more CPU time than a fused call, so it is entered outside what is timed.
     """
-    backend = TORCH_BACKENDS.get(variant)
-    return nullcontext() if backend is None else sdpa_kernel(backend)
+    if variant == "flash_sm80":
+        os.environ["ATTN_EXT_SM"] = "80"
+    try:
+        with sdpa_kernel(TORCH_BACKENDS[variant]) if variant in TORCH_BACKENDS else nullcontext():
+            yield
+    finally:
+        os.environ.pop("ATTN_EXT_SM", None)
 
 
-def measure(calls: Calls, rounds: int = 9, run: int = 10) -> Figures:
+def measure(calls: Calls, rounds: int = 9) -> Figures:
     """{"kernel_us": {variant: median}, "call_us": ..., "cpu_us": ..., "peak_bytes": ...}."""
     for name, call in calls.items():
         with pinned(name):
@@ -49,7 +57,7 @@ def measure(calls: Calls, rounds: int = 9, run: int = 10) -> Figures:
                 call()
     torch.cuda.synchronize()
     figures = {"kernel_us": _kernel_time(calls, rounds)}
-    figures |= _host_time(calls, rounds=3, run=run)
+    figures |= _host_time(calls, figures["kernel_us"], rounds=3)
     figures["peak_bytes"] = {name: _peak(name, call) for name, call in calls.items()}
     return figures
 
@@ -76,11 +84,12 @@ def _kernel_time(calls: Calls, rounds: int) -> dict[str, float]:
     return {name: median(values) for name, values in times.items() if values}
 
 
-def _host_time(calls: Calls, rounds: int, run: int) -> Figures:
+def _host_time(calls: Calls, kernel_us: dict[str, float], rounds: int) -> Figures:
     wall: dict[str, list[float]] = {name: [] for name in calls}
     issue: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            run = max(1, min(10, int(30e3 / kernel_us.get(name, 1.0))))
             with pinned(name):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
@@ -107,37 +116,56 @@ def _peak(name: str, call: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@contextmanager
-def clock_log() -> Iterator[list[int]]:
-    """SM clocks in MHz, sampled while the block runs; empty without nvidia-smi."""
-    samples: list[int] = []
-    command = [
-        "nvidia-smi",
-        "--query-gpu=clocks.sm",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "200",
-    ]
-    try:
-        sampler = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    except FileNotFoundError:
-        yield samples
-        return
-    assert sampler.stdout is not None
-    reader = threading.Thread(
-        target=lambda: samples.extend(
-            int(line) for line in sampler.stdout if line.strip().isdigit()
-        )
-    )
-    reader.start()
-    try:
-        yield samples
-    finally:
-        sampler.terminate()
-        reader.join()
+class Result:
+    """benchmarks/results/<device>-<name>.json, the one file of this benchmark on this device.
+
+    Written anew with each row, so that a run that is cut short keeps what it measured. On a GPU the
+    SM clock is sampled while the `with` block runs.
+    """
+
+    def __init__(self, name: str, kind: str, keep: bool = True) -> None:
+        self.facts = header(kind)
+        device = "-".join(self.facts["device"].lower().replace("(r)", "").split())
+        self.path = RESULTS / f"{device}-{name}.json"
+        self.rows: list[dict[str, Any]] = []
+        self._keep = keep
+        self._clocks: list[int] = []
+        self._sampler: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Result:
+        command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+        if self.facts["kind"] == "gpu":
+            with suppress(FileNotFoundError):
+                self._sampler = subprocess.Popen(
+                    [*command, "-lms", "200"], stdout=subprocess.PIPE, text=True
+                )
+                self._reader = threading.Thread(target=self._sample)
+                self._reader.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._sampler is not None:
+            self._sampler.terminate()
+            self._reader.join()
+
+    def _sample(self) -> None:
+        assert self._sampler is not None and self._sampler.stdout is not None
+        self._clocks += (int(text) for text in self._sampler.stdout if text.strip().isdigit())
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if not self._keep:
+            return
+        facts, clocks = dict(self.facts), list(self._clocks)
+        if clocks:
+            facts["sm_clock_mhz"] = [min(clocks), median(clocks), max(clocks)]
+        RESULTS.mkdir(exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(facts | {"rows": self.rows}, indent=1) + "\n")
+        fresh.replace(self.path)
 
 
-def header(kind: str, clocks: list[int]) -> dict[str, Any]:
+def header(kind: str) -> dict[str, Any]:
     """What a result file says of the machine and the run."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent
@@ -161,8 +189,6 @@ def header(kind: str, clocks: list[int]) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
             "driver": driver[0] if driver else None,
         }
-        if clocks:
-            facts["sm_clock_mhz"] = [min(clocks), median(clocks), max(clocks)]
     return facts
 
 
@@ -171,12 +197,3 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return "unknown CPU"
-
-
-def write(name: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """benchmarks/results/<device>-<name>.json, the one file of this benchmark on this device."""
-    RESULTS.mkdir(exist_ok=True)
-    device = "-".join(facts["device"].lower().replace("(r)", "").split())
-    path = RESULTS / f"{device}-{name}.json"
-    path.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
-    return path
