@@ -20,7 +20,7 @@ export PYTHONPATH := $(CURDIR)
 sources = $(shell git ls-files -co --exclude-standard 'csrc/*.[ch]' 'csrc/*.cpp' 'csrc/*.cu' \
                   'csrc/*.cuh' 'tests/*.[ch]' 'tests/*.cu')
 
-.PHONY: build profile test test-c test-gpu bench tables lint fmt sanitize clean
+.PHONY: build profile test test-c test-gpu bench tables lint fmt sanitize sanitize-gpu clean
 
 # In place for this machine alone: machine code for its GPUs, in half the time.
 build: export ATTN_EXT_ARCHS ?= native
@@ -42,6 +42,7 @@ test-gpu: build
 bench: build  ## writes benchmarks/results
 	$(PY) benchmarks/bench_stages.py
 	$(PY) benchmarks/bench_attention.py
+	$(PY) benchmarks/bench_memory.py
 	$(PY) -m attn_ext.profile run --out build/profile
 	$(PY) benchmarks/readme_tables.py --keep build/profile/summary.json
 
@@ -61,6 +62,12 @@ fmt: $(ready)
 
 sanitize:  ## memory and undefined-behaviour checks of the C kernels
 	$(MAKE) -s -C tests/c check-asan check-valgrind
+
+# Our kernels alone; without torch's cache of memory, so that every bound is the allocation's own.
+sanitize-gpu: build  ## compute-sanitizer over every kernel instance
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --kernel-name kns=attn_ \
+	    --error-exitcode 1 $(PY) tests/gpu/sweep.py || exit 1; done
 
 clean:
 	rm -rf build attn_ext/*.so

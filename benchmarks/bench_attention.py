@@ -2,18 +2,23 @@
 
 python benchmarks/bench_attention.py [--case grid gqa ...] [--pass fwd] [--quick]
 
-Prints TFLOP/s of kernel time and the ratio to the best peer, then geometric means. A whole run
-writes results/<device>-attention.json, row by row. FLOPs: forward 4 B H Sq Sk D, backward 2.5 times
-that, halved when causal. `flash_sm80` is our portable kernel, forced on a newer GPU.
+Prints TFLOP/s of kernel time and the ratio to the best peer, then geometric means, also over the
+best of the peers and what FlashAttention-3 measured on the same GPU (results/<device>-fa3.json). A
+whole run writes results/<device>-attention.json, row by row. FLOPs: forward 4 B H Sq Sk D, backward
+2.5 times that, halved when causal. `flash_sm80` is our portable kernel, forced on a newer GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
+from operator import itemgetter
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -184,24 +189,33 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{what}{rates}   {peers[best] / times['flash']:5.2f}x {best}"
 
 
+def add_best(rows: list[dict[str, Any]], fa3_file: Path) -> None:
+    """Gives rows of the grid the time of the fastest peer, FlashAttention-3 among them."""
+    fa3 = json.loads(fa3_file.read_text())["rows"] if fa3_file.exists() else []
+    key = itemgetter("case", "pass", "head_dim", "causal", "seq_q")
+    times = {key(row): row["kernel_us"]["fa3"] for row in fa3}
+    for row in rows:
+        if key(row) in times:
+            peers = [row["kernel_us"][name] for name in PEERS if name in row["kernel_us"]]
+            row["kernel_us"] |= {"fa3": times[key(row)], "best": min([*peers, times[key(row)]])}
+
+
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Geometric means of the speed-up of ours over each peer, and the worst cell."""
-    for case in dict.fromkeys(row["case"] for row in rows):
-        for direction in ("fwd", "bwd"):
-            for own in OURS:
-                for peer in PEERS:
-                    ratios = [
-                        row["kernel_us"][peer] / row["kernel_us"][own]
-                        for row in rows
-                        if (row["case"], row["pass"]) == (case, direction)
-                        and {own, peer} <= row["kernel_us"].keys()
-                    ]
-                    if ratios:
-                        yield (
-                            f"{case:8} {direction} {own:10} over {peer:15} geometric mean "
-                            f"{geometric_mean(ratios):5.2f}x, least {min(ratios):5.2f}x, "
-                            f"{len(ratios)} cells"
-                        )
+    for case, direction, own, peer in product(
+        dict.fromkeys(row["case"] for row in rows), ("fwd", "bwd"), OURS, (*PEERS, "fa3", "best")
+    ):
+        ratios = [
+            row["kernel_us"][peer] / row["kernel_us"][own]
+            for row in rows
+            if (row["case"], row["pass"]) == (case, direction)
+            and {own, peer} <= row["kernel_us"].keys()
+        ]
+        if ratios:
+            yield (
+                f"{case:8} {direction} {own:10} over {peer:15} geometric mean "
+                f"{geometric_mean(ratios):5.2f}x, least {min(ratios):5.2f}x, {len(ratios)} cells"
+            )
 
 
 def main() -> None:
@@ -223,7 +237,9 @@ def main() -> None:
                 if calls and options.direction in (None, direction):
                     result.add(row_of(case, direction, calls))
                     print(line_of(result.rows[-1]), flush=True)
-    print("\n".join(summary(result.rows)))
+    rows = [row | {"kernel_us": dict(row["kernel_us"])} for row in result.rows]
+    add_best(rows, result.path.with_name(result.path.name.replace("attention", "fa3")))
+    print("\n".join(summary(rows)))
     if whole:
         print(result.path)
 

@@ -197,9 +197,7 @@ NO_SPILL = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
         (NAMED.format("attn_a", "40 bytes stack frame, 0 bytes spill stores"), "40 bytes stack"),
         ("(C7510) Potential Performance Loss: wgmma", "C7510"),
         (
-            NAMED.format("attn_flash_bwd_sm80_d128_bf16_kernel", "24 bytes stack frame")
-            + "\n"
-            + NAMED.format("attn_b", "8 bytes stack frame"),
+            NAMED.format("attn_a", NO_SPILL) + "\n" + NAMED.format("attn_b", "8 bytes stack frame"),
             "8 bytes stack frame in attn_b",
         ),
     ],

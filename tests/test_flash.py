@@ -185,6 +185,26 @@ def test_mask_gradient_rows_sum_to_zero(device) -> None:
     assert grad.sum(-1).abs().max() < 1e-5 and grad.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("mask", [None, "float_head"], ids=["plain", "mask"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_same_bits_in_every_run(device, dtype, dim, mask) -> None:
+    """Forward always; backward too where deterministic algorithms are asked for."""
+    case = problem((2, 4, 2, 200, 300, dim, dim), dtype, device, mask=mask)
+    inputs = [t.requires_grad_() for t in case.inputs()]
+    grad_out = torch.randn(2, 4, 200, dim, device=device).to(dtype)
+    first = None
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(20):
+            out = ops.flash_attention_forward(case.query, case.key, case.value, case.attn_mask)[0]
+            results = [out, *torch.autograd.grad(out, inputs, grad_out)]
+            first = first or results
+            assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_nan_stays_in_its_row(device) -> None:
     case = problem((1, 2, 2, 70, 80, 64, 64), torch.float32, device)
     clean = ops.flash_attention_forward(case.query, case.key, case.value)[0]
