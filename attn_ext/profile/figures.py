@@ -89,17 +89,20 @@ def set_factors(summary: Summary) -> None:
         row.factor = base / own if base and own else None
 
 
-def read_trace(row: Row, trace: Trace, on_gpu: bool) -> None:
-    """Fills the figures of `row` that come from the steps of its trace."""
-    if not trace.steps:
+def read_trace(
+    row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | None = None
+) -> None:
+    """Fills the figures of `row` that come from `steps`, by default the steps of its trace."""
+    steps = trace.steps if steps is None else steps
+    if not steps:
         row.notes.append("the trace has no step")
     elif on_gpu:
-        _read_device(row, trace)
+        _read_device(row, trace, steps)
     else:
-        _read_host(row, trace.steps)
+        _read_host(row, steps)
 
 
-def _read_host(row: Row, steps: list[Region]) -> None:
+def _read_host(row: Row, steps: Sequence[Region]) -> None:
     row.ops = _agreed(row, "ops", steps, lambda step: len(step.operators))
     row.copies = _agreed(row, "copies", steps, lambda step: len(step.copies))
     sizes = [copy.bytes for copy in steps[0].copies]
@@ -110,8 +113,7 @@ def _read_host(row: Row, steps: list[Region]) -> None:
         row.peak_bytes = max(peak or 0 for peak in peaks)
 
 
-def _read_device(row: Row, trace: Trace) -> None:
-    steps = trace.steps
+def _read_device(row: Row, trace: Trace, steps: Sequence[Region]) -> None:
     if not trace.saw_device:
         row.notes.append(
             "the profiler recorded no CUDA event, so device figures are unknown; "

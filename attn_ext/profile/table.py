@@ -12,7 +12,8 @@ from attn_ext.profile.figures import Row, Summary
 
 WIDTH = 100
 _GAP = "  "
-_UNKNOWN = "-"
+#: What stands for a figure that is not known.
+UNKNOWN = "-"
 
 
 class Span(NamedTuple):
@@ -24,7 +25,7 @@ class Span(NamedTuple):
 Line = list[Span]
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
     title: str
     cell: Callable[[Row], str | None]
     meaning: str
@@ -45,53 +46,59 @@ def _mib(value: int | None) -> str | None:
     return f"{mib:,.1f}" if mib >= 1 or value == 0 else f"{mib:.2g}"
 
 
-def _columns(summary: Summary) -> list[_Column]:
+def columns(summary: Summary) -> list[Column]:
     """The columns of which at least one cell is known."""
     base = summary.base
     by = "GPU us" if summary.on_gpu else "call us"
-    columns = [
-        _Column("kernels", lambda row: _count(row.kernels), "kernels of a call"),
-        _Column("memcpy", lambda row: _count(row.memcpy), "copies by the device"),
-        _Column("memset", lambda row: _count(row.memset), "fills by the device"),
-        _Column("lost", lambda row: _count(row.lost), "launches of the run without a kernel seen"),
-        _Column("GPU us", lambda row: _us(row.gpu_us), "sum of a call's device events"),
-        _Column("ops", lambda row: _count(row.ops), "operators of a call, nested ones included"),
-        _Column("copies", lambda row: _count(row.copies), "tensors copied by them"),
-        _Column("copied MiB", lambda row: _mib(row.copy_bytes), "written by the copies"),
-        _Column("call us", lambda row: _us(row.call_us), "wall time of a call, not profiled"),
-        _Column("CPU us", lambda row: _us(row.cpu_us), "time to issue it, not profiled"),
-        _Column("peak MiB", lambda row: _mib(row.peak_bytes), "allocated on top of the inputs"),
-        _Column(
+    all_columns = [
+        Column("kernels", lambda row: _count(row.kernels), "kernels of a call"),
+        Column("memcpy", lambda row: _count(row.memcpy), "copies by the device"),
+        Column("memset", lambda row: _count(row.memset), "fills by the device"),
+        Column("lost", lambda row: _count(row.lost), "launches of the run without a kernel seen"),
+        Column("GPU us", lambda row: _us(row.gpu_us), "sum of a call's device events"),
+        Column("ops", lambda row: _count(row.ops), "operators of a call, nested ones included"),
+        Column("copies", lambda row: _count(row.copies), "tensors copied by them"),
+        Column("copied MiB", lambda row: _mib(row.copy_bytes), "written by the copies"),
+        Column("call us", lambda row: _us(row.call_us), "wall time of a call, not profiled"),
+        Column("CPU us", lambda row: _us(row.cpu_us), "time to issue it, not profiled"),
+        Column("peak MiB", lambda row: _mib(row.peak_bytes), "allocated on top of the inputs"),
+        Column(
             f"vs {base.variant if base else ''}",
             lambda row: None if row.factor is None else f"{row.factor:.2f}x",
             f"how many times as fast, by {by}",
         ),
     ]
     if not any(row.lost for row in summary.rows):
-        columns = [column for column in columns if column.title != "lost"]
-    return [c for c in columns if any(c.cell(row) is not None for row in summary.rows)]
+        all_columns = [column for column in all_columns if column.title != "lost"]
+    return [c for c in all_columns if any(c.cell(row) is not None for row in summary.rows)]
+
+
+def where(summary: Summary) -> str:
+    """Device and versions, as far as they are known."""
+    facts = summary.facts
+    parts = [str(facts["device"])] if "device" in facts else []
+    parts += [f"{key} {facts[key]}" for key in ("torch", "cuda", "cudnn") if key in facts]
+    if not summary.on_gpu and "threads" in facts:
+        parts.append(f"{facts['threads']} threads")
+    return ", ".join(parts)
 
 
 def render(summary: Summary, title: str) -> list[Line]:
     """The table: title, where it ran, a row for each variant, notes, what the columns mean."""
-    columns = _columns(summary)
+    shown = columns(summary)
     name_width = max(len("variant"), *(len(row.variant) for row in summary.rows))
-    cells = [[column.cell(row) or _UNKNOWN for column in columns] for row in summary.rows]
+    cells = [[column.cell(row) or UNKNOWN for column in shown] for row in summary.rows]
     widths = [
         max(len(column.title), *(len(line[at]) for line in cells))
-        for at, column in enumerate(columns)
+        for at, column in enumerate(shown)
     ]
     rule = [Span("-" * (name_width + sum(len(_GAP) + width for width in widths)), "dim")]
 
     def aligned(texts: list[str]) -> str:
         return "".join(_GAP + text.rjust(w) for text, w in zip(texts, widths, strict=True))
 
-    facts = summary.facts
-    versions = [f"{facts['device']}", f"torch {facts['torch']}"]
-    versions += [f"{key} {facts[key]}" for key in ("cuda", "cudnn") if key in facts]
-    versions += [] if summary.on_gpu else [f"{facts['threads']} threads"]
-    lines = [[Span(_cut(title), "bold")], [Span(_cut(", ".join(versions)), "dim")], []]
-    heads = aligned([column.title for column in columns])
+    lines = [[Span(_cut(title), "bold")], [Span(_cut(where(summary)), "dim")], []]
+    heads = aligned([column.title for column in shown])
     lines += [[Span("variant".ljust(name_width) + heads, "bold")], rule]
     for row, texts in zip(summary.rows, cells, strict=True):
         name = Span(row.variant.ljust(name_width), "cyan")
@@ -104,7 +111,7 @@ def render(summary: Summary, title: str) -> list[Line]:
     for row in summary.rows:
         for note in row.notes:
             lines += [[Span(text, "yellow")] for text in _wrapped(f"{row.variant}: {note}")]
-    for column in columns:
+    for column in shown:
         lines.append([Span(f"{column.title.ljust(name_width)}{_GAP}{column.meaning}", "dim")])
     return lines
 
