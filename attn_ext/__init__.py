@@ -4,6 +4,7 @@ from attn_ext import register as _register  # noqa: F401  what torch must know o
 from attn_ext._ops import cpu_isa, cuda_missing, ops
 from attn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func
 from attn_ext.sdpa import BACKENDS, dropout_state, scaled_dot_product_attention
+from attn_ext.use import use
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "ops",
     "scaled_dot_product_attention",
+    "use",
 ]
