@@ -12,6 +12,7 @@ microseconds, sizes in bytes. `run` needs torch; reading a trace needs the stand
     case     what is profiled           trace    a trace as regions and their events
     collect  runs and measures          figures  regions as the figures of a row
     cli      the command                table    rows as text
+    options  what its parts share       commands the subcommands, a module each
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attn_ext.profile.case import DTYPES, VARIANTS, Case, CaseError, default_case
+from attn_ext.profile.errors import InputError
 from attn_ext.profile.figures import SCHEMA, Row, Summary
 from attn_ext.profile.trace import Copy, Event, Region, Trace, TraceError
 
@@ -33,6 +35,7 @@ __all__ = [
     "CaseError",
     "Copy",
     "Event",
+    "InputError",
     "Region",
     "Row",
     "Summary",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attn_ext.profile.errors import InputError
+
 #: The variants of a run, from naive to fused, then torch's own: the values of `backend=`.
 VARIANTS = ("naive", "inplace", "flash", "math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn")
 #: Names on the command line and in files -> torch's.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
-class CaseError(ValueError):
+class CaseError(InputError):
     """A field that cannot be: `field`, what was expected and what came."""
 
     def __init__(self, field: str, expected: str, got: object) -> None:

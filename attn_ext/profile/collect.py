@@ -38,11 +38,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import attn_ext
 from attn_ext.profile.case import DTYPES, VARIANTS, Case, CaseError, check_variants, default_case
 from attn_ext.profile.figures import Row, Summary, read_trace, set_factors
+from attn_ext.profile.progress import Progress
 from attn_ext.profile.trace import STEP, Trace, TraceError
 from attn_ext.sdpa import TORCH_BACKENDS
-
-#: Called as progress(done, total, what is being done).
-Progress = Callable[[int, int, str], None]
 
 _ROUNDS = 5
 #: A round of timing runs a variant for about this long, but for no more calls than this: their

@@ -23,6 +23,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attn_ext.profile.errors import InputError
+
 #: The range that `attn-ext run` puts round each step.
 STEP = "attn_ext.step"
 
@@ -41,7 +43,7 @@ _ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """A file that is not a trace, or only a part of one. The text names the file and the reason."""
 
 

@@ -1,0 +1,73 @@
+"""`attn-ext run`: variants of attention side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from attn_ext.profile import options as shared
+from attn_ext.profile.case import VARIANTS, check_variants
+from attn_ext.profile.progress import progress_bar
+from attn_ext.profile.table import render, write
+
+_TEXT = """\
+Profiles attention from its most naive to its fastest form, each beside torch's own backends, and
+prints what one call of each costs. Writes DIR/<shape>_<variant>_<mode>.json.gz, a trace to open at
+https://ui.perfetto.dev, for each variant, and DIR/summary.json.
+"""
+
+
+def add(subparsers: shared.Subparsers) -> None:
+    command = shared.add_command(
+        subparsers,
+        "run",
+        handle,
+        help="profile variants of attention side by side",
+        text=_TEXT,
+        examples=[
+            "run",
+            "run naive inplace --seq 256 --backward",
+            "run flash sdpa_flash --heads 32 --kv-heads 8 --dtype bf16 --format json",
+        ],
+    )
+    shared.add_variants(command)
+    shared.add_shape(command)
+    how = command.add_argument_group("the run")
+    shared.add_device(how)
+    how.add_argument("--steps", type=int, default=5, metavar="N", help="profiled calls; default: 5")
+    how.add_argument(
+        "--warmup", type=int, default=3, metavar="N", help="calls before them; default: 3"
+    )
+    shared.add_out(how)
+    how.add_argument(
+        "--format", default="table", choices=("table", "json"), help="of what is printed"
+    )
+
+
+def handle(options: argparse.Namespace) -> int:
+    # A command that is wrong fails at once, not after the seconds that torch takes to load.
+    variants = options.variant or VARIANTS
+    check_variants(variants)
+    shared.case_of(options, "cpu")
+    from attn_ext.profile import collect
+
+    device = collect.pick_device(options.device)
+    case = shared.case_of(options, device.type)
+    with progress_bar() as progress:
+        summary = collect.run(
+            variants,
+            case,
+            out=options.out,
+            device=str(device),
+            steps=options.steps,
+            warmup=options.warmup,
+            progress=progress,
+        )
+    if options.format == "json":
+        print(json.dumps(summary.to_dict(), indent=1))
+    else:
+        write(render(summary, f"attention of {case}"))
+        print(
+            f"\nwrote traces (open them at https://ui.perfetto.dev) and summary.json: {options.out}"
+        )
+    return 0 if summary.base else 1
