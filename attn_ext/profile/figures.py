@@ -89,9 +89,7 @@ def set_factors(summary: Summary) -> None:
         row.factor = base / own if base and own else None
 
 
-def read_trace(
-    row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | None = None
-) -> None:
+def read_trace(row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | None = None) -> None:
     """Fills the figures of `row` that come from `steps`, by default the steps of its trace."""
     steps = trace.steps if steps is None else steps
     if not steps:

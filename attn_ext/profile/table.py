@@ -31,15 +31,15 @@ class Column(NamedTuple):
     meaning: str
 
 
-def _count(value: int | None) -> str | None:
+def count(value: int | None) -> str | None:
     return None if value is None else str(value)
 
 
-def _us(value: float | None) -> str | None:
+def us(value: float | None) -> str | None:
     return None if value is None else f"{value:,.1f}"
 
 
-def _mib(value: int | None) -> str | None:
+def mib(value: int | None) -> str | None:
     if value is None:
         return None
     mib = value / 2**20
@@ -51,17 +51,17 @@ def columns(summary: Summary) -> list[Column]:
     base = summary.base
     by = "GPU us" if summary.on_gpu else "call us"
     all_columns = [
-        Column("kernels", lambda row: _count(row.kernels), "kernels of a call"),
-        Column("memcpy", lambda row: _count(row.memcpy), "copies by the device"),
-        Column("memset", lambda row: _count(row.memset), "fills by the device"),
-        Column("lost", lambda row: _count(row.lost), "launches of the run without a kernel seen"),
-        Column("GPU us", lambda row: _us(row.gpu_us), "sum of a call's device events"),
-        Column("ops", lambda row: _count(row.ops), "operators of a call, nested ones included"),
-        Column("copies", lambda row: _count(row.copies), "tensors copied by them"),
-        Column("copied MiB", lambda row: _mib(row.copy_bytes), "written by the copies"),
-        Column("call us", lambda row: _us(row.call_us), "wall time of a call, not profiled"),
-        Column("CPU us", lambda row: _us(row.cpu_us), "time to issue it, not profiled"),
-        Column("peak MiB", lambda row: _mib(row.peak_bytes), "allocated on top of the inputs"),
+        Column("kernels", lambda row: count(row.kernels), "kernels of a call"),
+        Column("memcpy", lambda row: count(row.memcpy), "copies by the device"),
+        Column("memset", lambda row: count(row.memset), "fills by the device"),
+        Column("lost", lambda row: count(row.lost), "launches of the run without a kernel seen"),
+        Column("GPU us", lambda row: us(row.gpu_us), "sum of a call's device events"),
+        Column("ops", lambda row: count(row.ops), "operators of a call, nested ones included"),
+        Column("copies", lambda row: count(row.copies), "tensors copied by them"),
+        Column("copied MiB", lambda row: mib(row.copy_bytes), "written by the copies"),
+        Column("call us", lambda row: us(row.call_us), "wall time of a call, not profiled"),
+        Column("CPU us", lambda row: us(row.cpu_us), "time to issue it, not profiled"),
+        Column("peak MiB", lambda row: mib(row.peak_bytes), "allocated on top of the inputs"),
         Column(
             f"vs {base.variant if base else ''}",
             lambda row: None if row.factor is None else f"{row.factor:.2f}x",

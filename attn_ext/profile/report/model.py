@@ -1,0 +1,216 @@
+"""From files to what a report shows: groups of rows that can be compared, each with its trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from attn_ext.profile.case import Case
+from attn_ext.profile.figures import SCHEMA, Row, Summary, read_trace, set_factors
+from attn_ext.profile.trace import Event, Region, Trace, TraceError
+
+SUMMARY = "summary.json"
+
+
+@dataclass
+class Source:
+    """A row and the trace behind it; `step` is the region that stands for the others."""
+
+    row: Row
+    path: Path
+    steps: list[Region]
+
+    @cached_property
+    def step(self) -> Region:
+        """Of the steps that lost no launch, the one whose duration is in the middle."""
+        whole = [step for step in self.steps if not step.lost] or self.steps
+        middle = median_low(_length(step) for step in whole)
+        return next(step for step in whole if _length(step) == middle)
+
+
+@dataclass
+class Group:
+    """Rows that can be compared, since one device ran them on one shape."""
+
+    title: str
+    summary: Summary
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def case(self) -> Case | None:
+        """The shape, where the run or the trace wrote it down."""
+        return _case(self.summary.facts.get("case"))
+
+
+@dataclass
+class Report:
+    groups: list[Group]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--format json` prints: summary.json's form for every group."""
+        groups = [{"title": group.title, **group.summary.to_dict()} for group in self.groups]
+        return {"schema": SCHEMA, "groups": groups}
+
+
+def load(paths: Sequence[str | PathLike[str]], region: str | None = None) -> Report:
+    """Reads traces, and beside them the summary.json that `attn-ext run` wrote.
+
+    Args:
+        paths: Chrome traces of torch.profiler, folders that hold some, or summary files.
+        region: a shell-style pattern of range names to report instead of the steps.
+
+    Raises:
+        TraceError: a file that cannot be read or is neither a trace nor a summary, a folder
+            without any, or no range that matches `region`.
+    """
+    groups: dict[str, Group] = {}
+    for path in _files(map(Path, paths)):
+        if path.name == SUMMARY or _is_summary(path):
+            _add_summary(groups, path, region)
+        else:
+            _add_trace(groups, path, region)
+    for group in groups.values():
+        set_factors(group.summary)
+    return Report(list(groups.values()))
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    """The paths with each folder replaced by its summary, or else by its traces; each once."""
+    files = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+        elif (path / SUMMARY).is_file():
+            files.append(path / SUMMARY)
+        elif inside := sorted([*path.glob("*.json"), *path.glob("*.json.gz")]):
+            files += inside
+        else:
+            raise TraceError(f"{path}: expected a folder with traces, got none in it")
+    return list(dict.fromkeys(files))
+
+
+def _is_summary(path: Path) -> bool:
+    """Whether a plain JSON file is a run's summary: told by its first key, not by its name."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return False  # Trace.load says what is wrong with it
+    return b'"schema"' in head and head.lstrip()[:1] == b"{"
+
+
+def _read_summary(path: Path) -> Summary:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        rows = facts.pop("rows")
+        schema = facts.pop("schema")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path}: damaged, or not the summary of a run: {error}") from error
+    if schema != SCHEMA:
+        raise TraceError(f"{path}: expected schema {SCHEMA}, got {schema}")
+    known = {name.name for name in fields(Row)}
+    try:
+        return Summary(facts, [Row(**{k: row[k] for k in row if k in known}) for row in rows])
+    except (TypeError, AttributeError) as error:
+        raise TraceError(f"{path}: damaged rows: {error}") from error
+
+
+def _add_summary(groups: dict[str, Group], path: Path, region: str | None) -> None:
+    summary = _read_summary(path)
+    group = Group(_title(summary, path), summary)
+    groups[str(path.resolve())] = group
+    for row in summary.rows:
+        if row.trace and (trace := path.parent / row.trace).is_file():
+            _, steps = _open(trace, region)
+            group.sources.append(Source(row, trace, steps))
+
+
+def _add_trace(groups: dict[str, Group], path: Path, region: str | None) -> None:
+    """Under its run's summary, where that is beside it; else among the traces like it."""
+    trace, steps = _open(path, region)
+    beside = path.parent / SUMMARY
+    if region is None and beside.is_file():
+        summary = _read_summary(beside)
+        row = next((row for row in summary.rows if row.trace == path.name), None)
+        if row is not None:
+            key = f"traces of {beside.resolve()}"
+            group = groups.setdefault(
+                key, Group(_title(summary, beside), Summary(summary.facts, []))
+            )
+            group.summary.rows.append(row)
+            group.sources.append(Source(row, path, steps))
+            return
+    facts, name = _about(trace, path)
+    row = Row(name, trace=path.name)
+    read_trace(row, trace, facts["kind"] == "gpu", steps)
+    summary = Summary(facts, [])
+    group = groups.setdefault(json.dumps(facts), Group(_title(summary, path), summary))
+    group.summary.rows.append(row)
+    group.sources.append(Source(row, path, steps))
+
+
+def _about(trace: Trace, path: Path) -> tuple[dict[str, Any], str]:
+    """Where a trace was taken and what of, as far as it says."""
+    ours = trace.metadata.get("attn_ext")
+    ours = ours if isinstance(ours, dict) else {}
+    devices = trace.metadata.get("deviceProperties")
+    names = [d["name"] for d in devices or () if isinstance(d, dict) and "name" in d]
+    facts = {
+        "kind": "gpu" if trace.saw_device or names else "cpu",
+        "device": ours.get("device") or (names[0] if names else None),
+        "case": ours.get("case"),
+    }
+    stem = path.name.removesuffix(".gz").removesuffix(".json")
+    name = str(ours.get("variant", stem.removesuffix(".pt.trace")))
+    return {key: value for key, value in facts.items() if value is not None}, name
+
+
+def _open(path: Path, region: str | None) -> tuple[Trace, list[Region]]:
+    trace = Trace.load(path)
+    steps = trace.steps if region is None else trace.regions(region)
+    if region is not None and not steps:
+        names = sorted({span.name for span in trace.ranges})
+        seen = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise TraceError(f"{path}: expected a range that matches {region}, got {seen or 'none'}")
+    return trace, steps or [whole(trace, path)]
+
+
+def whole(trace: Trace, path: Path) -> Region:
+    """All of a trace as one region, where nothing marks a step."""
+    host = [*trace.ops, *trace.runtime]
+    device = [*trace.kernels, *trace.memcpy, *trace.memset]
+    events = host + device
+    if not events:
+        raise TraceError(f"{path}: expected a trace of torch.profiler, got one without events")
+    start = min(event.start_us for event in events)
+    end = max(event.end_us for event in events)
+    first = (host or events)[0]
+    region = Region(Event("whole trace", "", start, end - start, first.pid, first.tid, {}))
+    region.ops, region.runtime, region.allocations = trace.ops, trace.runtime, trace.allocations
+    region.kernels, region.memcpy, region.memset = trace.kernels, trace.memcpy, trace.memset
+    region.lost = [c for c in region.launches if c.correlation not in trace.device_by_correlation]
+    return region
+
+
+def _length(step: Region) -> float:
+    return step.gpu_us or step.span.duration_us
+
+
+def _case(fields: Any) -> Case | None:
+    try:
+        return Case(**fields)
+    except (TypeError, ValueError):
+        return None
+
+
+def _title(summary: Summary, path: Path) -> str:
+    case = _case(summary.facts.get("case"))
+    return f"Attention of {case}" if case else path.name

@@ -1,0 +1,252 @@
+"""Reports: what they read, what they say, and that a page is safe and bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traces
+from traces import kernel, launch, naive_step, op, step
+
+from attn_ext.profile import Case, TraceError, figures, report
+
+VOID = {"meta", "link", "br", "hr", "input", "img"}
+
+
+class Page(HTMLParser):
+    """A page as its tags and the text outside of style and script; tags must be closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html = html
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == [], "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self._open) and data.strip():
+            self.texts.append(" ".join(data.split()))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def page_of(*paths: Path) -> Page:
+    return Page(report.html(report.load(paths)))
+
+
+def gpu_trace(path: Path, kernels: int = 1, **metadata: Any) -> Path:
+    """A step of so many kernels of 10 us, as another tool's user would have it."""
+    entries = [step(0.0)]
+    for number in range(kernels):
+        entries += [launch(1 + number, 5.0 * number), kernel(1 + number, 120.0 + 10 * number, 10.0)]
+    document = {"schemaVersion": 1, "traceEvents": entries, **metadata}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def cpu_trace(path: Path) -> Path:
+    shapes = {"Input Dims": [[8, 4]], "Input type": ["double"]}
+    return traces.write(
+        path, step(0.0), op("aten::clone", 1.0, 9.0), op("aten::copy_", 2.0, **shapes),
+        traces.allocation(3.0, 256),
+    )  # fmt: skip
+
+
+def run_folder(path: Path, seq: int = 1024, **changes: Any) -> Path:
+    """What `attn-ext run` leaves behind: a summary and its traces."""
+    path.mkdir()
+    case = vars(Case(seq=seq))
+    naive = {"variant": "naive", "trace": "naive.json.gz", "kernels": 5, "memcpy": 1,
+             "memcpy_bytes": 1 << 28, "memset": 1, "gpu_us": 618.9, "call_us": 657.7,
+             "cpu_us": 140.4, "peak_bytes": 528 << 20}  # fmt: skip
+    flash = {"variant": "flash", "trace": "flash.json.gz", "kernels": 1, "memcpy": 0,
+             "memcpy_bytes": 0, "memset": 0, "gpu_us": 62.0, "call_us": 72.4, "cpu_us": 44.3,
+             "peak_bytes": 33 << 19}  # fmt: skip
+    cudnn = {"variant": "sdpa_cudnn", "error": "cuDNN <attention> has been disabled."}
+    summary = {"schema": 1, "kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0",
+               "case": case, "rows": [naive | changes, flash, cudnn]}  # fmt: skip
+    (path / "summary.json").write_text(json.dumps(summary))
+    traces.write(path / "naive.json.gz", *naive_step(1, 0.0), *naive_step(2, 110.0))
+    gpu_trace(path / "flash.json")
+    (path / "flash.json.gz").write_bytes(gzip.compress((path / "flash.json").read_bytes()))
+    (path / "flash.json").unlink()
+    return path
+
+
+def test_a_run_is_reported_with_its_summary(tmp_path: Path) -> None:
+    found = report.load([run_folder(tmp_path / "run")])
+    (group,) = found.groups
+    assert [row.variant for row in group.summary.rows] == ["naive", "flash", "sdpa_cudnn"]
+    assert [source.row.variant for source in group.sources] == ["naive", "flash"]
+    assert group.case == Case() and group.title == f"Attention of {Case()}"
+    page = Page(report.html(found))
+    for text in ("5", "618.9", "62.0", "528.0", "16.5", "1.00x", "9.98x", "naive", "flash"):
+        assert text in page.texts
+    assert "cannot run: cuDNN <attention> has been disabled." in page.texts
+    assert "256.0 MiB" in page.texts and "1 copy in naive" in page.texts
+
+
+def test_a_single_trace_of_a_run_takes_its_row_from_the_summary(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (group,) = report.load([folder / "flash.json.gz"]).groups
+    assert [(row.variant, row.call_us, row.factor) for row in group.summary.rows] == [
+        ("flash", 72.4, 1.0)
+    ]
+    assert group.summary.facts["torch"] == "2.11.0"
+
+
+def test_any_trace_of_torch_is_reported(tmp_path: Path) -> None:
+    """One that nothing marked as steps is a region of its own."""
+    marked = gpu_trace(tmp_path / "marked.json", 3, deviceProperties=[{"name": "NVIDIA A100"}])
+    bare = traces.write(tmp_path / "bare.pt.trace.json", op("aten::mm", 0.0, 9.0),
+                        launch(1, 2.0), kernel(1, 20.0, 30.0), launch(2, 5.0))  # fmt: skip
+    first, second = report.load([marked, bare]).groups
+    assert first.summary.facts == {"kind": "gpu", "device": "NVIDIA A100"}
+    assert (first.summary.rows[0].variant, first.summary.rows[0].kernels) == ("marked", 3)
+    (row,) = second.summary.rows
+    assert (row.variant, row.lost, row.kernels) == ("bare", 1, None)
+    step = second.sources[0].step
+    assert (step.name, step.span.start_us, step.span.end_us) == ("whole trace", 0.0, 50.0)
+    texts = page_of(marked, bare).texts
+    assert "Launches lost" in texts and "2 runs of attention" in texts
+
+
+def test_the_step_that_stands_for_the_others(tmp_path: Path) -> None:
+    entries = []
+    for number, length in enumerate((5.0, 40.0, 20.0), 1):
+        at = 1000.0 * number
+        entries += [step(at), launch(number, at + 1), kernel(number, at + 50, length)]
+    entries += [step(9000.0), launch(9, 9001.0)]  # its kernel was lost
+    (group,) = report.load([traces.write(tmp_path / "t.json", *entries)]).groups
+    assert group.sources[0].step.gpu_us == 20.0
+
+
+def test_a_range_by_name(tmp_path: Path) -> None:
+    path = traces.write(
+        tmp_path / "t.json", step(0.0), traces.span("block.0", 10.0, 20.0),
+        traces.span("block.1", 40.0, 20.0), op("aten::mm", 11.0), op("aten::mm", 41.0),
+        op("aten::add", 80.0),
+    )  # fmt: skip
+    (group,) = report.load([path], region="block.*").groups
+    assert group.summary.rows[0].ops == 1 and len(group.sources[0].steps) == 2
+    with pytest.raises(TraceError, match=r"range that matches x\*, got attn_ext.step, block.0, b"):
+        report.load([path], region="x*")
+
+
+def test_a_cpu_trace_has_no_device_figures(tmp_path: Path) -> None:
+    page = page_of(cpu_trace(tmp_path / "cpu.json"))
+    for word in ("kernels", "memcpy", "memset", "GPU us", "Kernels per call", "-"):
+        assert word not in page.texts
+    assert "ops" in page.texts and "Hidden copies" in page.texts and "1 copy in cpu" in page.texts
+    assert page.texts.count("0") == 0
+
+
+def test_a_figure_that_is_not_known_is_a_dash(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path / "run", kernels=None, call_us=None))
+    assert page.texts.count("-") == 2
+
+
+def test_every_figure_has_its_definition(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path / "run"))
+    cells = [cell for cell in page.all("td") if cell.get("class") != "error"]
+    assert len(cells) == 2 * 8 and all(cell["title"] for cell in cells)
+    heads = [button for button in page.all("button") if "title" in button]
+    assert len(heads) >= 8 and all(head["title"] for head in heads)
+    cards = [item for item in page.all("li") if "title" in item]
+    assert len(cards) == 4 and all(card["title"] for card in cards)
+
+
+def test_the_page_loads_nothing_and_runs_nothing_of_a_trace(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+    path = gpu_trace(tmp_path / "t.json", deviceProperties=[{"name": evil}])
+    page = page_of(path)
+    assert len(page.all("script")) == 1 and page.all("img") == []
+    assert any(evil in text for text in page.texts)
+    addresses = [
+        value for _, attributes in page.tags for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href", "action") and not (value or "").startswith("#")
+    ]  # fmt: skip
+    assert addresses == ["data:,"]
+    assert "url(" not in page.html and "@import" not in page.html
+    handlers = [n for _, attributes in page.tags for n in attributes if n.startswith("on")]
+    assert handlers == [] and not any("style" in attributes for _, attributes in page.tags)
+    (policy,) = [m["content"] for m in page.all("meta") if m.get("http-equiv")]
+    assert policy is not None and policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+
+
+def test_headings_and_language(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path / "a"), run_folder(tmp_path / "b", seq=256))
+    assert page.all("html") == [{"lang": "en"}] and len(page.all("h1")) == 1
+    levels = [int(tag[1]) for tag, _ in page.tags if tag in ("h1", "h2", "h3", "h4")]
+    assert all(b - a <= 1 for a, b in pairwise(levels)), "no level is skipped"
+    assert all(head.get("scope") for head in page.all("th"))
+    identifiers = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(identifiers) == len(set(identifiers))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.json", b"", "expected a Chrome trace, got an empty file"),
+        ("t.json", b'{"traceEvents": [', "damaged or truncated JSON"),
+        ("t.json.gz", b"\x1f\x8b\x08", "damaged or truncated gzip"),
+        ("t.json", b"[]", "got one without events"),
+        ("t.json", b'{"a": 1}', "got JSON without traceEvents"),
+        ("summary.json", b'{"schema": 1', "damaged, or not the summary of a run"),
+        ("summary.json", b'{"schema": 1}', "damaged, or not the summary of a run: 'rows'"),
+        ("summary.json", b"[]", "damaged, or not the summary of a run"),
+        ("summary.json", b'{"schema": 9, "rows": []}', "expected schema 1, got 9"),
+        ("other.json", b'{"schema": 1, "rows": [{}]}', "damaged rows"),
+        ("other.json", b'{"schema": 1, "rows": [3]}', "damaged rows"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as error:
+        report.load([path])
+    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_paths_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"no\.json: No such file"):
+        report.load([tmp_path / "no.json"])
+    with pytest.raises(TraceError, match="expected a folder with traces, got none in it"):
+        report.load([tmp_path])
+
+
+def test_a_folder_without_a_summary_is_its_traces(tmp_path: Path) -> None:
+    for name in ("b.json", "a.json.gz"):
+        traces.write(tmp_path / name, *naive_step(1, 0.0))
+    (group,) = report.load([tmp_path, tmp_path / "b.json"]).groups
+    assert sorted(row.variant for row in group.summary.rows) == ["a", "b"]
+
+
+def test_the_json_has_the_form_of_the_summary(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    found = report.load([folder]).to_dict()
+    summary = json.loads((folder / "summary.json").read_text())
+    (group,) = found["groups"]
+    assert found["schema"] == figures.SCHEMA and group["case"] == summary["case"]
+    assert group["rows"][0] == summary["rows"][0] | {"factor": 1.0}
