@@ -12,6 +12,9 @@ else
 PY := .venv/bin/python
 clang_format := .venv/bin/clang-format
 ready := .venv/ready
+frameworks := .venv/frameworks
+# Tests of a framework run, or fail; elsewhere they run where it is installed.
+export ATTN_EXT_NEEDS_FRAMEWORKS := 1
 endif
 
 # Programs in tests/ and benchmarks/ find the package that was built in place.
@@ -30,7 +33,7 @@ build: $(ready)  ## compile both libraries in place
 profile: build  ## the main job: every form of attention, profiled side by side
 	$(PY) -m attn_ext.profile run
 
-test: build test-c  ## everything that needs no GPU
+test: build test-c $(frameworks)  ## everything that needs no GPU
 	$(PY) -m pytest -m 'not gpu'
 
 test-c:  ## the C kernels of every instruction set against the reference
@@ -76,4 +79,8 @@ clean:
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q -U pip
 	.venv/bin/pip install -q $(TORCH) 'setuptools>=77' --group dev
+	touch $@
+
+.venv/frameworks: .venv/ready
+	.venv/bin/pip install -q $(TORCH) --group frameworks
 	touch $@

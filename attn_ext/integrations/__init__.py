@@ -1,0 +1,1 @@
+"""Adapters, one file per framework; each imports its framework, and nothing else imports it."""
