@@ -13,7 +13,7 @@ import pytest
 import traces
 from traces import kernel, launch, naive_step, op, step
 
-from attn_ext.profile import Case, TraceError, figures, report
+from attn_ext.profile import Case, TraceError, cli, figures, report
 
 VOID = {"meta", "link", "br", "hr", "input", "img"}
 
@@ -250,3 +250,40 @@ def test_the_json_has_the_form_of_the_summary(tmp_path: Path) -> None:
     (group,) = found["groups"]
     assert found["schema"] == figures.SCHEMA and group["case"] == summary["case"]
     assert group["rows"][0] == summary["rows"][0] | {"factor": 1.0}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, html = run_folder(tmp_path / "run"), tmp_path / "report.html"
+    assert cli.main(["report", str(folder), "--html", str(html)]) == 0
+    out = capsys.readouterr().out
+    assert "sdpa_cudnn  cannot run: cuDNN" in out and f"wrote the page: {html}" in out
+    assert cli.main(["report", str(folder), "--format", "html"]) == 0
+    assert capsys.readouterr().out == html.read_text(encoding="utf-8")
+    assert cli.main(["report", str(folder / "flash.json.gz"), "--format", "json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert [row["variant"] for row in group["rows"]] == ["flash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "attn-ext report: the following arguments are required: TRACE"),
+        (["no.json"], "attn-ext report: no.json: No such file or directory"),
+        (["t.json", "--region", "x"], "attn-ext report: t.json: expected a range that matches x"),
+        (["t.json", "--html", "no/x"], "attn-ext report: --html: expected a file to write, got no"),
+        (["t.json", "--format", "xml"], "attn-ext report: argument --format: invalid choice"),
+    ],
+)
+def test_errors_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    gpu_trace(tmp_path / "t.json")
+    try:
+        status: int | str | None = cli.main(["report", *arguments])
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status == 2 and captured.out == ""
+    assert captured.err.startswith(message) and captured.err.count("\n") == 1
