@@ -120,7 +120,7 @@ def test_nothing_that_can_run_is_exit_status_1(
 
 
 def test_causes_are_taken_from_the_warnings_of_sdpa() -> None:
-    from attn_ext.profile.collect import _reason
+    from attn_ext.profile.calls import reason
 
     warned = [
         "Memory efficient kernel not used because: (Triggered internally at sdp_utils.cpp:1.)",
@@ -132,12 +132,12 @@ def test_causes_are_taken_from_the_warnings_of_sdpa() -> None:
     ]
     error = RuntimeError("No available kernel. Aborting execution.\nmore")
     flash = "Expected query to be of dtype: {Half, BFloat16}."
-    assert _reason("sdpa_flash", error, warned) == flash
-    assert _reason("sdpa_efficient", error, warned).startswith("Memory Efficient attention has")
-    assert _reason("sdpa_cudnn", error, warned) == "cuDNN attention has been runtime disabled."
-    assert _reason("flash", error, warned) == "No available kernel. Aborting execution."
-    assert _reason("sdpa_flash", error, []) == "No available kernel. Aborting execution."
-    assert _reason("naive", RuntimeError(), []) == "RuntimeError"
+    assert reason("sdpa_flash", error, warned) == flash
+    assert reason("sdpa_efficient", error, warned).startswith("Memory Efficient attention has")
+    assert reason("sdpa_cudnn", error, warned) == "cuDNN attention has been runtime disabled."
+    assert reason("flash", error, warned) == "No available kernel. Aborting execution."
+    assert reason("sdpa_flash", error, []) == "No available kernel. Aborting execution."
+    assert reason("naive", RuntimeError(), []) == "RuntimeError"
 
 
 @pytest.mark.parametrize(

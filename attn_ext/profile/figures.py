@@ -23,6 +23,7 @@ class Row:
         gpu_us: median over the steps of the sum of their device events, in us.
         ops: operators called on the host, nested ones included.
         copies, copy_bytes: tensors that ops copied on the host, and the bytes written.
+        cold_us: wall time of the variant's first call, in us: what it compiles, plans and loads.
         call_us: wall time of a call, in us, nothing profiled.
         cpu_us: time to issue a call, in us, before the device is done with it.
         peak_bytes: most bytes allocated at once in a call, on top of its inputs.
@@ -42,6 +43,7 @@ class Row:
     ops: int | None = None
     copies: int | None = None
     copy_bytes: int | None = None
+    cold_us: float | None = None
     call_us: float | None = None
     cpu_us: float | None = None
     peak_bytes: int | None = None

@@ -121,3 +121,10 @@ def case_of(options: argparse.Namespace, device: str) -> Case:
         backward=options.backward,
         compile=options.compile,
     )
+
+
+def shape_words(case: Case) -> list[str]:
+    """The options of add_shape that describe this case."""
+    words = [text for name in (*_SIZES, "dtype") for text in (option(name), str(vars(case)[name]))]
+    words.append("--causal" if case.causal else "--no-causal")
+    return words + ["--backward"] * case.backward + ["--compile"] * case.compile

@@ -59,6 +59,7 @@ def columns(summary: Summary) -> list[Column]:
         Column("ops", lambda row: count(row.ops), "operators of a call, nested ones included"),
         Column("copies", lambda row: count(row.copies), "tensors copied by them"),
         Column("copied MiB", lambda row: mib(row.copy_bytes), "written by the copies"),
+        Column("cold us", lambda row: us(row.cold_us), "wall time of the very first call"),
         Column("call us", lambda row: us(row.call_us), "wall time of a call, not profiled"),
         Column("CPU us", lambda row: us(row.cpu_us), "time to issue it, not profiled"),
         Column("peak MiB", lambda row: mib(row.peak_bytes), "allocated on top of the inputs"),

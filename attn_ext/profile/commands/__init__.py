@@ -5,4 +5,9 @@ its handler. The handler takes the parsed options and returns the exit status; i
 InputError. Only a handler imports what takes long to load: torch, matplotlib, jinja2.
 """
 
-COMMANDS = ("run", "report")
+COMMANDS = (
+    "run",
+    "report",
+    "ncu",
+    "env",
+)

@@ -49,9 +49,9 @@ def handle(options: argparse.Namespace) -> int:
     variants = options.variant or VARIANTS
     check_variants(variants)
     shared.case_of(options, "cpu")
-    from attn_ext.profile import collect
+    from attn_ext.profile import calls, collect
 
-    device = collect.pick_device(options.device)
+    device = calls.pick_device(options.device)
     case = shared.case_of(options, device.type)
     with progress_bar() as progress:
         summary = collect.run(
