@@ -168,7 +168,7 @@ def test_a_figure_that_is_not_known_is_a_dash(tmp_path: Path) -> None:
 def test_every_figure_has_its_definition(tmp_path: Path) -> None:
     page = page_of(run_folder(tmp_path / "run"))
     cells = [cell for cell in page.all("td") if cell.get("class") != "error"]
-    assert len(cells) == 2 * 8 and all(cell["title"] for cell in cells)
+    assert len(cells) >= 2 * 8 and all(cell["title"] for cell in cells)
     heads = [button for button in page.all("button") if "title" in button]
     assert len(heads) >= 8 and all(head["title"] for head in heads)
     cards = [item for item in page.all("li") if "title" in item]

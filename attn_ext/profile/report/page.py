@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attn_ext.profile import table
 from attn_ext.profile.report.cards import cards
 from attn_ext.profile.report.model import Group, Report
+from attn_ext.profile.report.sections import sections, steps
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -23,7 +24,8 @@ def html(report: Report) -> str:
     """The report as one self-contained page."""
     environment = _environment()
     style, script = (_source(name) for name in ("style.css", "script.js"))
-    groups = [_view(group, f"group-{at}") for at, group in enumerate(report.groups, 1)]
+    sources = sum(len(group.sources) for group in report.groups)
+    groups = [_view(group, f"group-{at}", sources) for at, group in enumerate(report.groups, 1)]
     titles = [group.title for group in report.groups]
     return environment.get_template("report.html.jinja").render(
         title=titles[0] if len(titles) == 1 else f"{len(titles)} runs of attention",
@@ -35,7 +37,7 @@ def html(report: Report) -> str:
     )
 
 
-def _view(group: Group, name: str) -> dict[str, Any]:
+def _view(group: Group, name: str, sources: int) -> dict[str, Any]:
     """What the templates show of a group."""
     summary = group.summary
     columns = table.columns(summary)
@@ -50,6 +52,9 @@ def _view(group: Group, name: str) -> dict[str, Any]:
             {"row": row, "cells": [column.cell(row) or table.UNKNOWN for column in columns]}
             for row in summary.rows
         ],
+        "sections": sections(group),
+        "on_device": any(source.step.device_events for source in group.sources),
+        "steps": steps(group, sources),
         "notes": [(row.variant, note) for row in summary.rows for note in row.notes],
     }
 
