@@ -210,7 +210,7 @@ def test_the_bar_is_for_terminals(
     monkeypatch.setenv("TERM", "xterm-256color")
     command(tmp_path, "math")
     out, err = capsys.readouterr()
-    assert "math: profiling" in err and "math: profiling" not in out
+    assert "math, seq 16: profiling" in err and "profiling" not in out
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     command(tmp_path, "math")
     assert capsys.readouterr().err == ""

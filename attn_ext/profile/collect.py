@@ -52,10 +52,11 @@ _MAX_CALLS = 10
 
 @dataclass
 class _Session:
-    """A variant on its way through the passes."""
+    """A variant of a case on its way through the passes."""
 
     call: Call
     row: Row
+    case: Case
     calls_per_round: int = 1
     wall_us: list[float] = field(default_factory=list)
     issue_us: list[float] = field(default_factory=list)
@@ -90,39 +91,71 @@ def run(
         CaseError: an unknown variant or device, fewer than one step, or a folder that cannot be
             written.
     """
+    where = pick_device(device)
+    case = case or default_case(where.type)
+    (summary,) = measure(
+        variants, [case], out=out, device=where, steps=steps, warmup=warmup, progress=progress
+    )
+    text = json.dumps(summary.to_dict(), indent=1)
+    (Path(out) / "summary.json").write_text(text + "\n")
+    return summary
+
+
+def measure(
+    variants: Sequence[str],
+    cases: Sequence[Case],
+    *,
+    out: str | os.PathLike[str],
+    device: torch.device,
+    steps: int,
+    warmup: int,
+    limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> list[Summary]:
+    """As run, over several cases from the smallest to the largest, without summary.json.
+
+    Every unprofiled pass of every case comes before the first profile. A variant of which one call
+    took longer than `limit_s` seconds is left out of the cases after that one.
+    """
     check_variants(variants)
     for name, count in (("steps", steps), ("warmup", warmup)):
         if count < 1:
             raise CaseError(name, "at least 1", count)
     # Kineto of torch 2.13 prints a line at each start and stop; what it loses, the rows say.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    where = pick_device(device)
-    case = case or default_case(where.type)
     folder = writable(out)
 
-    report = _Progress(progress, total=len(variants) * (_ROUNDS + 3))
-    with on_device(where):
-        calls = prepare(variants, case, where)
-        sessions = [_Session(call, Row(call.variant)) for call in calls]
-        for session in sessions:
-            report.next(session, "warming up")
-            _warm_up(session, warmup, where)
-        for _ in range(_ROUNDS):
-            for session in sessions:
-                report.next(session, "timing")
-                _time(session, where)
-        for session in sessions:
-            report.next(session, "measuring memory")
-            _measure_peak(session, where)
-        for session in sessions:
-            report.next(session, "profiling")
-            _profile(session, case, folder, steps, warmup, where)
-    facts = machine.facts(where) | {"case": asdict(case), "steps": steps, "warmup": warmup}
-    summary = Summary(facts, [session.row for session in sessions])
-    set_factors(summary)
-    text = json.dumps(summary.to_dict(), indent=1)
-    (folder / "summary.json").write_text(text + "\n")
-    return summary
+    report = _Progress(progress, total=len(cases) * len(variants) * (_ROUNDS + 3))
+    sessions: dict[Case, list[_Session]] = {}
+    slow: dict[str, str] = {}
+    with on_device(device):
+        for case in cases:
+            calls = prepare(variants, case, device)
+            sessions[case] = [_Session(call, Row(call.variant), case) for call in calls]
+            for session in sessions[case]:
+                report.next(session, "warming up")
+                session.row.error = slow.get(session.call.variant)
+                _warm_up(session, warmup, device)
+                if limit_s and (session.row.cold_us or 0) > limit_s * 1e6:
+                    slow[session.call.variant] = f"a call took over {limit_s:g} s at seq {case.seq}"
+            for _ in range(_ROUNDS):
+                for session in sessions[case]:
+                    report.next(session, "timing")
+                    _time(session, device)
+            for session in sessions[case]:
+                report.next(session, "measuring memory")
+                _measure_peak(session, device)
+        for case in cases:
+            for session in sessions[case]:
+                report.next(session, "profiling")
+                _profile(session, folder, steps, warmup, device)
+    facts = machine.facts(device)
+    summaries = []
+    for case, measured in sessions.items():
+        about = facts | {"case": asdict(case), "steps": steps, "warmup": warmup}
+        summaries.append(Summary(about, [session.row for session in measured]))
+        set_factors(summaries[-1])
+    return summaries
 
 
 def writable(out: str | os.PathLike[str]) -> Path:
@@ -148,7 +181,8 @@ class _Progress:
 
     def next(self, session: _Session, what: str) -> None:
         if self._progress:
-            self._progress(self._done, self._total, f"{session.row.variant}: {what}")
+            what = f"{session.call.variant}, seq {session.case.seq}: {what}"
+            self._progress(self._done, self._total, what)
         self._done += 1
 
 
@@ -163,8 +197,13 @@ def _pass(session: _Session) -> Iterator[None]:
 
 
 def _warm_up(session: _Session, warmup: int, device: torch.device) -> None:
+    if session.row.error:
+        return
     if device.type == "cpu" and session.call.variant in NEEDS_CUDA:
         session.row.error = "torch has this backend on CUDA only"
+        return
+    if device.type == "cpu" and (shortage := _shortage(session)):
+        session.row.error = shortage
         return
     # The pinned backend is no part of the key of torch.compile's cache on disk either.
     with (
@@ -182,6 +221,19 @@ def _warm_up(session: _Session, warmup: int, device: torch.device) -> None:
             if session.row.cold_us is None:
                 session.row.cold_us = seconds * 1e6
         session.calls_per_round = max(1, min(_MAX_CALLS, int(_ROUND_SECONDS / seconds)))
+
+
+def _shortage(session: _Session) -> str | None:
+    """Why the host's memory is too small: there, unlike on a GPU, asking for too much ends us."""
+    case = session.case
+    if session.call.variant not in ("naive", "inplace", "math"):
+        return None
+    needed = 2 * case.batch * case.heads * case.seq**2 * int(case.dtype[2:]) // 8
+    available = machine.available_bytes()
+    if available is None or needed <= available:
+        return None
+    gib = 2**30
+    return f"its S x S matrices need {needed / gib:,.1f} GiB, {available / gib:,.1f} are free"
 
 
 def _time(session: _Session, device: torch.device) -> None:
@@ -216,12 +268,12 @@ def _measure_peak(session: _Session, device: torch.device) -> None:
 
 
 def _profile(
-    session: _Session, case: Case, folder: Path, steps: int, warmup: int, device: torch.device
+    session: _Session, folder: Path, steps: int, warmup: int, device: torch.device
 ) -> None:
     if session.row.error:
         return
     on_gpu = device.type == "cuda"
-    row = session.row
+    row, case = session.row, session.case
     path = folder / f"{case.tag(row.variant)}.json.gz"
     with _pass(session):
         with profile(

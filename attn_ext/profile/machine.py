@@ -45,3 +45,13 @@ def cpu_name() -> str:
 def cudnn_version() -> int | None:
     version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return version
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(sizes, None)

@@ -87,34 +87,43 @@ def where(summary: Summary) -> str:
 def render(summary: Summary, title: str) -> list[Line]:
     """The table: title, where it ran, a row for each variant, notes, what the columns mean."""
     shown = columns(summary)
-    name_width = max(len("variant"), *(len(row.variant) for row in summary.rows))
-    cells = [[column.cell(row) or UNKNOWN for column in shown] for row in summary.rows]
-    widths = [
-        max(len(column.title), *(len(line[at]) for line in cells))
-        for at, column in enumerate(shown)
-    ]
-    rule = [Span("-" * (name_width + sum(len(_GAP) + width for width in widths)), "dim")]
-
-    def aligned(texts: list[str]) -> str:
-        return "".join(_GAP + text.rjust(w) for text, w in zip(texts, widths, strict=True))
-
-    lines = [[Span(_cut(title), "bold")], [Span(_cut(where(summary)), "dim")], []]
-    heads = aligned([column.title for column in shown])
-    lines += [[Span("variant".ljust(name_width) + heads, "bold")], rule]
-    for row, texts in zip(summary.rows, cells, strict=True):
-        name = Span(row.variant.ljust(name_width), "cyan")
-        if row.error is None:
-            lines.append([name, Span(aligned(texts))])
-        else:
-            room = WIDTH - name_width - len(_GAP)
-            lines.append([name, Span(_GAP + _cut(f"cannot run: {row.error}", room), "yellow")])
-    lines.append(rule)
+    lines = [[Span(cut(title), "bold")], [Span(cut(where(summary)), "dim")], []]
+    lines += grid(
+        ["variant", *(column.title for column in shown)],
+        [
+            [row.variant, *(column.cell(row) or UNKNOWN for column in shown)]
+            if row.error is None
+            else [row.variant, f"cannot run: {row.error}"]
+            for row in summary.rows
+        ],
+    )
     for row in summary.rows:
         for note in row.notes:
             lines += [[Span(text, "yellow")] for text in _wrapped(f"{row.variant}: {note}")]
+    name_width = max(len("variant"), *(len(row.variant) for row in summary.rows))
     for column in shown:
         lines.append([Span(f"{column.title.ljust(name_width)}{_GAP}{column.meaning}", "dim")])
     return lines
+
+
+def grid(titles: list[str], rows: list[list[str]]) -> list[Line]:
+    """Aligned lines between two rules. A row of two cells in a wider table is a name and a text."""
+    full = [row for row in (titles, *rows) if len(row) == len(titles)]
+    widths = [max(len(row[at]) for row in full) for at in range(len(titles))]
+    widths[0] = max(len(row[0]) for row in (titles, *rows))
+    rule = [Span("-" * (sum(widths) + len(_GAP) * (len(widths) - 1)), "dim")]
+
+    def aligned(cells: list[str]) -> str:
+        return "".join(_GAP + cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
+
+    lines = [[Span(titles[0].ljust(widths[0]) + aligned(titles[1:]), "bold")], rule]
+    for name, *cells in rows:
+        if len(cells) == len(titles) - 1:
+            rest = Span(aligned(cells))
+        else:
+            rest = Span(_GAP + cut(cells[0], WIDTH - widths[0] - len(_GAP)), "yellow")
+        lines.append([Span(name.ljust(widths[0]), "cyan"), rest])
+    return [*lines, rule]
 
 
 def plain(lines: list[Line]) -> str:
@@ -140,7 +149,7 @@ def write(lines: list[Line], stream: TextIO | None = None) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _cut(text: str, width: int = WIDTH) -> str:
+def cut(text: str, width: int = WIDTH) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 

@@ -7,6 +7,7 @@ InputError. Only a handler imports what takes long to load: torch, matplotlib, j
 
 COMMANDS = (
     "run",
+    "sweep",
     "report",
     "ncu",
     "env",
