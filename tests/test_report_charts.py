@@ -11,8 +11,8 @@ import traces
 from markupsafe import Markup
 from traces import kernel, launch, memcpy, naive_step, op, step, trace
 
-from attn_ext.profile import report
-from attn_ext.profile.report import bars, scale, sections, svg, timeline
+from attn_ext.profile import Case, Row, Summary, report
+from attn_ext.profile.report import bars, growth, plot, scale, sections, svg, timeline
 from attn_ext.profile.report.classes import CLASSES, class_of
 from attn_ext.profile.trace import Event, Region
 
@@ -174,3 +174,79 @@ def test_busy_and_self_times() -> None:
     assert [(op.start_us, op.tid, own) for op, own in found] == [
         (2, 1, 2.0), (0, 1, 5.0), (6, 1, 2.0), (3, 1, 1.0), (1, 2, 5.0)
     ]  # fmt: skip
+
+
+def test_memory_is_drawn_under_the_ops() -> None:
+    """100 bytes, then 300, then 200 that stay: stairs whose top is the peak."""
+    entries = [traces.allocation(at, size) for at, size in ((10.0, 100), (20.0, 200), (60.0, -100))]
+    drawn = timeline.timeline(region_of(step(0.0), op("aten::mm", 5.0), *entries))
+    path = ET.fromstring(drawn.picture).find(".//path")
+    assert path is not None and path.get("d") == (
+        "M0 100.00H0.00V100.00H100.00V66.67H200.00V0.00H600.00V33.33H1000V100H0Z"
+    )
+    assert (
+        "host tensors, at most 0.00029 MiB" in drawn.picture and "peak 0.00029 MiB" in drawn.names
+    )
+    assert "path" not in timeline.timeline(region_of(step(0.0), op("aten::mm", 5.0))).picture
+    many = [traces.allocation(0.01 * number, 100) for number in range(9000)]
+    drawn = timeline.timeline(region_of(step(0.0), op("aten::mm", 5.0), *many))
+    assert "V0.00" in drawn.picture and drawn.picture.count("V") <= timeline.LIMIT + 1
+
+
+def test_the_plot_places_points_by_their_axes() -> None:
+    x = plot.Axis("length", 10.0, 1000.0, [(10.0, "10"), (1000.0, "1,000")])
+    y = plot.Axis("us", 0.0, 4.0, [(0.0, "0"), (4.0, "4")], log=False)
+    points = [plot.Point(10.0, 0.0, "a"), plot.Point(100.0, 2.0, "b"), plot.Point(1000.0, 4.0, "c")]
+    drawn = ET.fromstring(plot.plot(x, y, [plot.Line("naive", "s0", points)], "seen"))
+    dots = [
+        (float((d.get("cx") or "")[:-1]), float(d.get("cy") or 0)) for d in drawn.iter("circle")
+    ]
+    (x0, y0), (x1, y1), (x2, y2) = dots
+    assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y1 == pytest.approx(y1 - y2)
+    assert x0 > 0 and x2 < 100 and y2 < y0, "inside, upwards"
+    assert len([line for line in drawn.iter("line") if line.get("class") == "line s0"]) == 2
+
+
+def summary_group(seq: int, **changes: object) -> report.Group:
+    rows = [
+        Row("naive", gpu_us=2e-3 * seq**2, peak_bytes=4 * seq**2),
+        Row("flash", gpu_us=1e-4 * seq**2, peak_bytes=256 * seq),
+        Row("math", error="no memory") if seq > 1000 else Row("math", gpu_us=1.0, peak_bytes=1),
+    ]
+    facts = {"kind": "gpu", "device": "NVIDIA H200", "case": vars(Case(seq=seq))}
+    return report.Group(f"length {seq}", Summary(facts | changes, rows))
+
+
+def test_growth_over_the_length() -> None:
+    """In the order of the lengths, not of the files, with the power of the growth."""
+    time, memory = growth.growth([summary_group(seq) for seq in (4096, 512, 2048, 1024)])
+    assert (time.title, memory.title) == ("Growth of time", "Growth of memory")
+    assert [key.label for key in time.legend] == ["naive ~ n^2.0", "flash ~ n^2.0"]
+    assert [key.label for key in memory.legend] == ["naive ~ n^2.0", "flash ~ n^1.0"]
+    dots = list(ET.fromstring(time.chart).iter("circle"))
+    assert len(dots) == 8, "math ran at one length alone"
+    positions = [float((dot.get("cx") or "")[:-1]) for dot in dots[:4]]
+    assert positions == sorted(positions)
+    assert "naive, length 1,024: 2,097.2 us" in time.chart
+    assert "flash, length 4,096: 1.0 MiB" in memory.chart
+
+
+def test_only_runs_that_differ_in_length_alone_grow() -> None:
+    alone = [summary_group(512), summary_group(512)]
+    others = [summary_group(512), summary_group(1024, device="NVIDIA A100")]
+    shapes = [summary_group(512), summary_group(1024, case=vars(Case(seq=1024, head_dim=128)))]
+    unknown = [summary_group(512), summary_group(1024, case=None)]
+    for groups in (alone, others, shapes, unknown):
+        assert list(growth.growth(groups)) == []
+    two = [
+        summary_group(seq, case=vars(Case(seq=seq, head_dim=d))) for seq in (8, 16) for d in (64, 8)
+    ]
+    titles = [section.title for section in growth.growth(two)]
+    assert len(set(titles)) == 4 and not any("seq" in title for title in titles)
+
+
+def test_growth_is_on_the_page() -> None:
+    groups = [summary_group(512), summary_group(1024)]
+    page = report.html(report.Report(groups))
+    assert "Growth of memory" in page and "length 512" in page
+    assert "What grows with the length" not in report.html(report.Report(groups[:1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -14,7 +14,7 @@ _BAR, _TEXT, _GAP = 22, 20, 12
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a bar: `kind` is its class in the style sheet."""
+    """A stretch of a bar: `kind` is its class in the style sheet; the only one needs no name."""
 
     kind: str
     name: str
@@ -23,12 +23,11 @@ class Part:
 
 @dataclass
 class Bar:
-    """`text` stands above the bar beside its name; `notes` are what hovering adds."""
+    """`text` stands above the bar, at the other end from its name."""
 
     name: str
     text: str
     parts: Sequence[Part]
-    notes: Sequence[str] = field(default_factory=list)
 
     @property
     def length(self) -> float:
@@ -46,14 +45,14 @@ def bars(rows: Sequence[Bar], summary: str, unit: str) -> Markup:
         at = 0.0
         for part in row.parts:
             share = f"{part.value / (row.length or 1.0):.1%} of {row.name}"
-            text = [f"{part.name}: {part.value:,.4g} {unit}"]
+            text = [f"{part.name or row.name}: {part.value:,.4g} {unit}"]
             text += [share] if len(row.parts) > 1 else []
             drawn.append(
                 tag(
                     "svg",
-                    title("\n".join([*text, *row.notes])),
+                    title("\n".join(text)),
                     tag("rect", width="100%", height="100%"),
-                    label("6", 15, part.name),
+                    *([label("6", 15, part.name)] if part.name else []),
                     x=percent(at / longest),
                     y=top + _TEXT,
                     width=percent(part.value / longest),

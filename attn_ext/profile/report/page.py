@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attn_ext.profile import table
 from attn_ext.profile.report.cards import cards
+from attn_ext.profile.report.growth import growth
 from attn_ext.profile.report.model import Group, Report
 from attn_ext.profile.report.sections import sections, steps
 
@@ -30,6 +31,7 @@ def html(report: Report) -> str:
     return environment.get_template("report.html.jinja").render(
         title=titles[0] if len(titles) == 1 else f"{len(titles)} runs of attention",
         groups=groups,
+        growth=list(growth(report.groups)),
         style=style,
         script=script,
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; "
@@ -43,6 +45,7 @@ def _view(group: Group, name: str, sources: int) -> dict[str, Any]:
     columns = table.columns(summary)
     return {
         "id": name,
+        "first": name == "group-1",
         "title": group.title,
         "where": table.where(summary),
         "date": summary.facts.get("date"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -13,11 +13,18 @@ from attn_ext.profile.report.bars import Bar, Part, bars
 from attn_ext.profile.report.classes import CLASSES, Class, class_of
 from attn_ext.profile.report.model import Group, Source
 from attn_ext.profile.report.timeline import LIMIT, Timeline, timeline
-from attn_ext.profile.table import us
+from attn_ext.profile.table import mib, us
 from attn_ext.profile.trace import Event, Region
 
 #: Events drawn in all timelines of a page.
 _PAGE_LIMIT = 6000
+
+
+class Key(NamedTuple):
+    """An entry of a legend: `kind` is its class in the style sheet."""
+
+    kind: str
+    label: str
 
 
 @dataclass
@@ -27,7 +34,7 @@ class Section:
     title: str
     text: str
     chart: Markup
-    legend: list[Class] = field(default_factory=list)
+    legend: Sequence[Key] = ()
 
 
 @dataclass
@@ -43,7 +50,7 @@ class Step:
 
 
 def sections(group: Group) -> list[Section]:
-    return [*_by_class(group)]
+    return [*_by_class(group), *_memory(group)]
 
 
 def _by_class(group: Group) -> Iterator[Section]:
@@ -68,7 +75,7 @@ def _by_class(group: Group) -> Iterator[Section]:
         if on_device
         else "Times of the ops of one step, without the ops that they call, by what they do.",
         bars(rows, f"{what} time of a step by kind of work: {spoken}", "us"),
-        [one for one in CLASSES if one in seen],
+        [Key(one.key, one.label) for one in CLASSES if one in seen],
     )
 
 
@@ -76,6 +83,21 @@ def _times(step: Region, on_device: bool) -> list[tuple[Event, float]]:
     if on_device:
         return [(event, event.duration_us) for event in step.device_events]
     return self_times(step.ops)
+
+
+def _memory(group: Group) -> Iterator[Section]:
+    rows = [
+        Bar(row.variant, f"{mib(row.peak_bytes)} MiB", [
+            Part("peak", "", row.peak_bytes / 2**20)
+        ])
+        for row in group.summary.rows if row.peak_bytes is not None
+    ]  # fmt: skip
+    if len(rows) > 1:
+        yield Section(
+            "Peak memory",
+            "Most bytes allocated at once in a call, on top of its inputs.",
+            bars(rows, "Peak memory: " + "; ".join(f"{r.name} {r.text}" for r in rows), "MiB"),
+        )
 
 
 def steps(group: Group, sources_in_all: int) -> list[Step]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from attn_ext.profile.report.classes import class_of
 from attn_ext.profile.report.scale import ticks
 from attn_ext.profile.report.svg import chart, label, percent, tag, title
-from attn_ext.profile.table import us
+from attn_ext.profile.table import mib, us
 from attn_ext.profile.trace import Event, Region
 
 #: Events drawn of a step; of a longer one, the longest events.
@@ -20,7 +20,7 @@ LIMIT = 1500
 #: Levels of nesting drawn of a thread.
 DEPTH = 10
 
-_ROW, _GAP, _RULER, _HEAD = 20, 2, 22, 22
+_ROW, _GAP, _RULER, _HEAD, _MEMORY = 20, 2, 22, 22, 56
 
 
 @dataclass
@@ -69,6 +69,12 @@ def timeline(step: Region, limit: int = LIMIT) -> Timeline:
     for lane in lanes:
         lane.top = top
         top += lane.height
+    memory = list(_memory(step, start, length, top))
+    names = [label("6", lane.top + 15, lane.name, "lane") for lane in lanes]
+    if memory:
+        peak = f"memory of the host, peak {mib(step.peak_bytes)} MiB"
+        names.append(label("6", top + 15, peak, "lane"))
+        top += _HEAD + _MEMORY
     shown = sum(len(row) for lane in lanes for row in lane.rows)
 
     def x(moment: float) -> float:
@@ -82,14 +88,12 @@ def timeline(step: Region, limit: int = LIMIT) -> Timeline:
         *_ruler(length, top),
         *_arrows(lanes, x),
         *drawn,
+        *memory,
         class_="timeline",
     )
     # An image of its own that does not scroll with the picture.
-    names = chart(
-        top + 4, "", *(label("6", lane.top + 15, lane.name, "lane") for lane in lanes),
-        class_="names", aria_hidden="true",
-    )  # fmt: skip
-    return Timeline(picture, names, start, length, shown, total)
+    fixed = chart(top + 4, "", *names, class_="names", aria_hidden="true")
+    return Timeline(picture, fixed, start, length, shown, total)
 
 
 def _longest(
@@ -151,7 +155,7 @@ def _nested(events: list[Event]) -> list[list[Event]]:
     return rows
 
 
-def _places(lanes: Iterable[Lane]) -> Iterable[tuple[Lane, int, Event]]:
+def _places(lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, Event]]:
     for lane in lanes:
         for row, events in enumerate(lane.rows):
             for event in events:
@@ -206,6 +210,39 @@ def _arrows(lanes: Sequence[Lane], x: Any) -> list[Markup]:
                 )
             )
     return lines
+
+
+def _memory(step: Region, start: float, length: float, top: float) -> Iterator[Markup]:
+    """The bytes of host tensors that are alive, as stairs beyond those alive at the beginning."""
+    if not step.peak_bytes:
+        return
+    moments, held = [(0.0, 0)], 0
+    for event in step.allocations:
+        held += event.bytes or 0
+        moments.append(((event.start_us - start) / length, held))
+    if len(moments) > LIMIT:
+        # Of each stretch its highest moment: peaks stay.
+        size = -(-len(moments) // LIMIT)
+        moments = [max(moments[at : at + size], key=lambda one: one[1])
+                   for at in range(0, len(moments), size)]  # fmt: skip
+    low = min(0, *(held for _, held in moments))
+    span = max(held for _, held in moments) - low
+
+    def y(held: int) -> str:
+        return f"{100 - 100 * (held - low) / span:.2f}"
+
+    stairs = "".join(f"H{1000 * at:.2f}V{y(held)}" for at, held in moments)
+    yield tag(
+        "svg",
+        title(f"host tensors, at most {mib(step.peak_bytes)} MiB"),
+        tag("path", d=f"M0 {y(0)}{stairs}H1000V100H0Z", vector_effect="non-scaling-stroke"),
+        y=top + _HEAD,
+        width="100%",
+        height=_MEMORY,
+        viewBox="0 0 1000 100",
+        preserveAspectRatio="none",
+        class_="box memory",
+    )
 
 
 def _ruler(length: float, height: float) -> list[Markup]:

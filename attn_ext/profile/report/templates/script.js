@@ -19,7 +19,7 @@ function show(node) {
   tip.hidden = !node;
   if (!node) return;
   tip.textContent = node.dataset.tip;
-  const box = (node.querySelector("rect") ?? node).getBoundingClientRect(), gap = 6;
+  const box = (node.querySelector("rect, path") ?? node).getBoundingClientRect(), gap = 6;
   const left = box.left + box.width / 2 - tip.offsetWidth / 2;
   const above = box.top - tip.offsetHeight - gap;
   tip.style.left = Math.max(gap, Math.min(left, innerWidth - tip.offsetWidth - gap)) + "px";
