@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "flash.h"
+#include "override_cpu.h"
 #include "staged.h"
 #include "stages.h"
 #include "varlen.h"
@@ -63,7 +64,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("flash_attention_varlen_backward", TORCH_BOX(&flash_attention_varlen_backward<Cpu>));
 }
 
-/* The ops above, plus which build of the CPU kernels this process uses. */
+/* The ops above and the overrides of aten's, plus which build of the CPU kernels this process uses.
+ */
 static PyObject *isa(PyObject *, PyObject *) {
   const char *name = attn_isa_cpu();
   if (name != nullptr)
@@ -80,6 +82,9 @@ static PyObject *isa(PyObject *, PyObject *) {
 PyMODINIT_FUNC PyInit__C(void) {
   static PyMethodDef methods[] = {
       {"isa", attn_ext::isa, METH_NOARGS, "The instruction set of the CPU kernels in use."},
+      {"install_overrides", attn_ext::install_overrides<&attn_ext::add_overrides_cpu>, METH_NOARGS,
+       "Puts the kernels for CPU in the place of torch's own."},
+      {"remove_overrides", attn_ext::remove_overrides, METH_NOARGS, "Takes them away again."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {
       PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
