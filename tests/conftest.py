@@ -28,6 +28,15 @@ def fresh_seed(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def one_thread():
+    """For models so small that more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def run_python():
     """Runs Python code in a process of its own, with these environment variables on top."""
 

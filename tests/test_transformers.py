@@ -10,6 +10,8 @@ transformers = framework("transformers")
 
 from attn_ext.integrations.transformers import attention, mask, register  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "max_position_embeddings": 64}
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -39,15 +41,6 @@ PAIRS = [
     for backend in ("auto", "naive", "inplace", "flash", "math")
     if name != "gemma2" or backend in ("auto", "flash")
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower on more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str, device: torch.device) -> torch.nn.Module:
