@@ -51,10 +51,12 @@ def test_the_examples_of_the_help_run(
     monkeypatch.chdir(folder)
     command, *rest = shlex.split(example)
     takes = subparsers()[command]._option_string_actions
-    small = TINY | ({"--seq": "8,16,32"} if command == "sweep" else {})
+    small = TINY | {"--port": "0"} | ({"--seq": "8,16,32"} if command == "sweep" else {})
     tiny = [text for pair in small.items() if pair[0] in takes for text in pair]
     end = rest.index("--") if "--" in rest else len(rest)
     arguments = [command, *rest[:end], *tiny, *rest[end:]]
+    monkeypatch.setattr("webbrowser.open", lambda address: None)
+    monkeypatch.setattr("attn_ext.profile.viewer.Viewer.serve_forever", lambda viewer: None)
     assert cli.main(arguments) == 0, arguments
     assert capsys.readouterr().out
 

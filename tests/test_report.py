@@ -105,6 +105,26 @@ def test_a_run_is_reported_with_its_summary(tmp_path: Path) -> None:
     assert "256.0 MiB" in page.texts and "1 copy in naive" in page.texts
 
 
+def test_a_sweep_is_a_group_for_each_length(tmp_path: Path) -> None:
+    summaries = []
+    for seq in (512, 1024, 2048):
+        folder = run_folder(tmp_path / str(seq), seq, gpu_us=float(seq))
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["rows"][0]["trace"] = f"naive_{seq}.json.gz"
+        (folder / "naive.json.gz").rename(tmp_path / f"naive_{seq}.json.gz")
+        summaries.append(summary)
+    sweep = {"schema": 1, "lengths": [512, 1024, 2048], "growth": {}, "summaries": summaries}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    found = report.load([tmp_path])
+    assert [group.case.seq for group in found.groups if group.case] == [512, 1024, 2048]
+    assert [source.path.name for group in found.groups for source in group.sources] == [
+        f"naive_{seq}.json.gz" for seq in (512, 1024, 2048)
+    ]
+    assert "naive ~ n^1.00" in page_of(tmp_path / "sweep.json").texts
+    (group,) = report.load([tmp_path / "naive_1024.json.gz"]).groups
+    assert group.case == Case(seq=1024) and group.summary.rows[0].gpu_us == 1024.0
+
+
 def test_a_single_trace_of_a_run_takes_its_row_from_the_summary(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (group,) = report.load([folder / "flash.json.gz"]).groups
@@ -218,6 +238,7 @@ def test_headings_and_language(tmp_path: Path) -> None:
         ("summary.json", b'{"schema": 9, "rows": []}', "expected schema 1, got 9"),
         ("other.json", b'{"schema": 1, "rows": [{}]}', "damaged rows"),
         ("other.json", b'{"schema": 1, "rows": [3]}', "damaged rows"),
+        ("sweep.json", b'{"schema": 1, "summaries": 3}', "damaged, or not the summary of a run"),
     ],
 )
 def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -221,8 +221,8 @@ def test_growth_over_the_length() -> None:
     """In the order of the lengths, not of the files, with the power of the growth."""
     time, memory = growth.growth([summary_group(seq) for seq in (4096, 512, 2048, 1024)])
     assert (time.title, memory.title) == ("Growth of time", "Growth of memory")
-    assert [key.label for key in time.legend] == ["naive ~ n^2.0", "flash ~ n^2.0"]
-    assert [key.label for key in memory.legend] == ["naive ~ n^2.0", "flash ~ n^1.0"]
+    assert [key.label for key in time.legend] == ["naive ~ n^2.00", "flash ~ n^2.00"]
+    assert [key.label for key in memory.legend] == ["naive ~ n^2.00", "flash ~ n^1.00"]
     dots = list(ET.fromstring(time.chart).iter("circle"))
     assert len(dots) == 8, "math ran at one length alone"
     positions = [float((dot.get("cx") or "")[:-1]) for dot in dots[:4]]

@@ -9,6 +9,7 @@ COMMANDS = (
     "run",
     "sweep",
     "report",
+    "view",
     "ncu",
     "env",
 )

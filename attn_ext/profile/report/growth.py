@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import log
 
 from attn_ext.profile.figures import Row
+from attn_ext.profile.growth import growth as power_law
 from attn_ext.profile.report.model import Group
 from attn_ext.profile.report.plot import Axis, Line, Point, plot
 from attn_ext.profile.report.scale import decades
@@ -83,11 +83,11 @@ def _section(
         max(max(found.values()) for found in values.values()),
     )
     lengths = list(family)
-    powers = {variant: f"{variant} ~ n^{_power(found):.1f}" for variant, found in values.items()}
+    powers = {variant: _named(variant, found) for variant, found in values.items()}
     yield Section(
         title,
         f"The {what}. Both axes are logarithmic: a straight line is a power of the length n, and "
-        "the legend has that of its last stretch. Work that is done for every pair of positions "
+        "the legend has the one that fits best. Work that is done for every pair of positions "
         "grows as n^2.",
         plot(
             Axis("length", lengths[0], lengths[-1], [(float(n), f"{n:,}") for n in lengths]),
@@ -101,7 +101,7 @@ def _section(
     )  # fmt: skip
 
 
-def _power(found: dict[int, float]) -> float:
-    """The exponent between the last two lengths."""
-    (n, a), (m, b) = list(found.items())[-2:]
-    return log(b / a) / log(m / n)
+def _named(variant: str, found: dict[int, float]) -> str:
+    """The variant with the power that fits, where there are lengths enough to tell."""
+    fit = power_law(found)
+    return variant if fit is None else f"{variant} ~ n^{fit.exponent:.2f}"

@@ -15,7 +15,8 @@ from attn_ext.profile.case import Case
 from attn_ext.profile.figures import SCHEMA, Row, Summary, read_trace, set_factors
 from attn_ext.profile.trace import Event, Region, Trace, TraceError
 
-SUMMARY = "summary.json"
+#: What `attn-ext run` and `attn-ext sweep` write beside their traces.
+SUMMARY, SWEEP = "summary.json", "sweep.json"
 
 
 @dataclass
@@ -71,8 +72,8 @@ def load(paths: Sequence[str | PathLike[str]], region: str | None = None) -> Rep
     """
     groups: dict[str, Group] = {}
     for path in _files(map(Path, paths)):
-        if path.name == SUMMARY or _is_summary(path):
-            _add_summary(groups, path, region)
+        if path.name in (SUMMARY, SWEEP) or _is_summary(path):
+            _add_summaries(groups, path, region)
         else:
             _add_trace(groups, path, region)
     for group in groups.values():
@@ -81,13 +82,13 @@ def load(paths: Sequence[str | PathLike[str]], region: str | None = None) -> Rep
 
 
 def _files(paths: Iterable[Path]) -> list[Path]:
-    """The paths with each folder replaced by its summary, or else by its traces; each once."""
+    """The paths with each folder replaced by its summaries, else by its traces; each once."""
     files = []
     for path in paths:
         if not path.is_dir():
             files.append(path)
-        elif (path / SUMMARY).is_file():
-            files.append(path / SUMMARY)
+        elif written := [path / name for name in (SUMMARY, SWEEP) if (path / name).is_file()]:
+            files += written
         elif inside := sorted([*path.glob("*.json"), *path.glob("*.json.gz")]):
             files += inside
         else:
@@ -105,11 +106,13 @@ def _is_summary(path: Path) -> bool:
     return b'"schema"' in head and head.lstrip()[:1] == b"{"
 
 
-def _read_summary(path: Path) -> Summary:
+def _read_summaries(path: Path) -> list[Summary]:
+    """The summary of a run, or those of a sweep, one for each length."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        rows = facts.pop("rows")
-        schema = facts.pop("schema")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        schema = document["schema"]
+        found = document.get("summaries", [document])
+        pairs = [(facts, facts.pop("rows")) for facts in found]
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,43 +121,49 @@ def _read_summary(path: Path) -> Summary:
         raise TraceError(f"{path}: expected schema {SCHEMA}, got {schema}")
     known = {name.name for name in fields(Row)}
     try:
-        return Summary(facts, [Row(**{k: row[k] for k in row if k in known}) for row in rows])
+        return [
+            Summary(facts, [Row(**{k: row[k] for k in row if k in known}) for row in rows])
+            for facts, rows in pairs
+        ]
     except (TypeError, AttributeError) as error:
         raise TraceError(f"{path}: damaged rows: {error}") from error
 
 
-def _add_summary(groups: dict[str, Group], path: Path, region: str | None) -> None:
-    summary = _read_summary(path)
-    group = Group(_title(summary, path), summary)
-    groups[str(path.resolve())] = group
-    for row in summary.rows:
-        if row.trace and (trace := path.parent / row.trace).is_file():
-            _, steps = _open(trace, region)
-            group.sources.append(Source(row, trace, steps))
+def _add_summaries(groups: dict[str, Group], path: Path, region: str | None) -> None:
+    for number, summary in enumerate(_read_summaries(path)):
+        group = Group(_title(summary, path), summary)
+        groups[f"{number} of {path.resolve()}"] = group
+        for row in summary.rows:
+            if row.trace and (trace := path.parent / row.trace).is_file():
+                _, steps = _open(trace, region)
+                group.sources.append(Source(row, trace, steps))
 
 
 def _add_trace(groups: dict[str, Group], path: Path, region: str | None) -> None:
-    """Under its run's summary, where that is beside it; else among the traces like it."""
+    """With what its run measured, where that is beside it; else with what it shows itself."""
     trace, steps = _open(path, region)
-    beside = path.parent / SUMMARY
-    if region is None and beside.is_file():
-        summary = _read_summary(beside)
-        row = next((row for row in summary.rows if row.trace == path.name), None)
-        if row is not None:
-            key = f"traces of {beside.resolve()}"
-            group = groups.setdefault(
-                key, Group(_title(summary, beside), Summary(summary.facts, []))
-            )
-            group.summary.rows.append(row)
-            group.sources.append(Source(row, path, steps))
-            return
-    facts, name = _about(trace, path)
-    row = Row(name, trace=path.name)
-    read_trace(row, trace, facts["kind"] == "gpu", steps)
+    measured = _measured(path) if region is None else None
+    if measured:
+        facts, row = measured
+    else:
+        facts, name = _about(trace, path)
+        row = Row(name, trace=path.name)
+        read_trace(row, trace, facts["kind"] == "gpu", steps)
     summary = Summary(facts, [])
     group = groups.setdefault(json.dumps(facts), Group(_title(summary, path), summary))
     group.summary.rows.append(row)
     group.sources.append(Source(row, path, steps))
+
+
+def _measured(path: Path) -> tuple[dict[str, Any], Row] | None:
+    """The facts and the row of the run that wrote the trace."""
+    for name in (SUMMARY, SWEEP):
+        if (beside := path.parent / name).is_file():
+            for summary in _read_summaries(beside):
+                for row in summary.rows:
+                    if row.trace == path.name:
+                        return summary.facts, row
+    return None
 
 
 def _about(trace: Trace, path: Path) -> tuple[dict[str, Any], str]:
