@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import attn_ext
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-ATTENTIONS = ["sdpa", "eager", "naive", "inplace", "flash", "math", "auto"]
+ATTENTIONS = ["sdpa", "eager", "naive", "inplace", "flash", "math", "auto", "activate"]
 
 
 @pytest.fixture
@@ -39,7 +37,6 @@ def losses_of(out: Path) -> dict[str, list[float]]:
 def test_every_attention_learns_the_same(
     device, train_gpt, tmp_path, dtype, steps, names, tolerance
 ) -> None:
-    names = names + ["activate"] * hasattr(attn_ext, "activated")
     options = ["--steps", str(steps), "--batch", "1", "--device", device.type, "--dtype", dtype]
     assert train_gpt.main([*options, "--out", str(tmp_path), "--attention", *names]) == 0
     losses = losses_of(tmp_path)
