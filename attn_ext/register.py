@@ -283,10 +283,17 @@ def _flash_setup(
 ) -> None:
     query, key, value, attn_mask, ctx.dropout_p, ctx.is_causal, rng_state = inputs
     out, logsumexp = output
-    ctx.band = keyword_only_inputs
+    ctx.options = keyword_only_inputs
     ctx.save_for_backward(query, key, value, out, logsumexp, attn_mask, rng_state)
     ctx.mark_non_differentiable(logsumexp)
     ctx.set_materialize_grads(False)
+
+
+def _backward_options(ctx: Any) -> dict[str, Any]:
+    """What the forward was given; torch's own switch also asks for a deterministic gradient."""
+    options: dict[str, Any] = dict(ctx.options)
+    options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
+    return options
 
 
 def _flash_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Grad, ...]:
@@ -306,8 +313,7 @@ def _flash_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Grad, ..
         ctx.is_causal,
         rng_state,
         wanted,
-        **ctx.band,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_backward_options(ctx),
     )
     return (
         *(grad if want else None for grad, want in zip(grads, wanted, strict=True)),
@@ -324,7 +330,7 @@ def _varlen_setup(
     output: tuple[Tensor, Tensor],
 ) -> None:
     query, key, value, cum_seq_q, cum_seq_k, *ctx.numbers, rng_state = inputs
-    ctx.band = keyword_only_inputs
+    ctx.options = keyword_only_inputs
     ctx.save_for_backward(query, key, value, *output, cum_seq_q, cum_seq_k, rng_state)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -341,8 +347,7 @@ def _varlen_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Grad, .
         *ctx.numbers,
         rng_state,
         wanted,
-        **ctx.band,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_backward_options(ctx),
     )
     chosen = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
     return *chosen, *(None,) * 7

@@ -125,7 +125,7 @@ class Run:
         )  # fmt: skip
         # The attention that is pinned or active is no part of what compiled code is looked up by.
         torch.compiler.reset()
-        call = torch.compile(model) if self.options.compile else model
+        call = torch.compile(model, dynamic=False) if self.options.compile else model
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with (

@@ -128,12 +128,13 @@ private:
   }
 };
 
+/* deterministic is a wish for the backward pass, which autograd hands on. */
 template <class Device>
 std::tuple<Tensor, Tensor> flash_attention_forward(
     const Tensor &query, const Tensor &key, const Tensor &value, const MaybeTensor &attn_mask,
     double dropout_p, bool is_causal, const MaybeTensor &rng_state, std::optional<double> scale,
     std::optional<int64_t> window_size_left, std::optional<int64_t> window_size_right,
-    bool bottom_right, double softcap) {
+    bool bottom_right, double softcap, bool /* deterministic */) {
   FlashCall call("flash_attention_forward", query, key, value, attn_mask,
                  {dropout_p, is_causal, rng_state, scale, window_size_left, window_size_right,
                   bottom_right, softcap});

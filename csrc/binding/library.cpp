@@ -31,7 +31,8 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
 
   m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
         "float dropout_p=0.0, bool is_causal=False, Tensor? rng_state=None, *, " BAND ", "
-        "bool bottom_right=False, float softcap=0.0) -> (Tensor out, Tensor logsumexp)");
+        "bool bottom_right=False, float softcap=0.0, bool deterministic=False) "
+        "-> (Tensor out, Tensor logsumexp)");
   m.def("flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor? attn_mask, float dropout_p, bool is_causal, "
         "Tensor? rng_state, bool[4] output_mask, *, " BAND ", bool bottom_right=False, "
@@ -39,7 +40,7 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_mask)");
   m.def("flash_attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cum_seq_q, "
         "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p=0.0, bool is_causal=False, "
-        "Tensor? rng_state=None, *, " BAND ", float softcap=0.0) "
+        "Tensor? rng_state=None, *, " BAND ", float softcap=0.0, bool deterministic=False) "
         "-> (Tensor out, Tensor logsumexp)");
   m.def("flash_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "

@@ -61,13 +61,12 @@ struct VarlenCall : FlashCall {
 };
 
 template <class Device>
-std::tuple<Tensor, Tensor>
-flash_attention_varlen_forward(const Tensor &query, const Tensor &key, const Tensor &value,
-                               const Tensor &cum_seq_q, const Tensor &cum_seq_k, int64_t max_q,
-                               int64_t max_k, double dropout_p, bool is_causal,
-                               const MaybeTensor &rng_state, std::optional<double> scale,
-                               std::optional<int64_t> window_size_left,
-                               std::optional<int64_t> window_size_right, double softcap) {
+std::tuple<Tensor, Tensor> flash_attention_varlen_forward(
+    const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &cum_seq_q,
+    const Tensor &cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+    const MaybeTensor &rng_state, std::optional<double> scale,
+    std::optional<int64_t> window_size_left, std::optional<int64_t> window_size_right,
+    double softcap, bool /* deterministic */) {
   VarlenCall call(
       "flash_attention_varlen_forward", query, key, value, cum_seq_q, cum_seq_k, max_q, max_k,
       {dropout_p, is_causal, rng_state, scale, window_size_left, window_size_right, true, softcap});
