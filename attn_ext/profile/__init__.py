@@ -9,10 +9,12 @@
 `attn-ext run`, or `python -m attn_ext.profile run`, is the same from a shell. Times are in
 microseconds, sizes in bytes. `run` needs torch; reading a trace needs the standard library alone.
 
-    case     what is profiled           trace    a trace as regions and their events
-    collect  runs and measures          figures  regions as the figures of a row
-    cli      the command                table    rows as text
-    options  what its parts share       commands the subcommands, a module each
+    case     what is profiled           trace       a trace as regions and their events
+    collect  runs and measures          figures     regions as the figures of a row
+    cli      the command                table       rows as text
+    options  what its parts share       commands    the subcommands, a module each
+    event    one event of a trace       occupancy   how busy a kernel keeps the GPU, and why no more
+                                        kernel_name what a kernel's name says
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from attn_ext.profile.case import DTYPES, VARIANTS, Case, CaseError, default_case
 from attn_ext.profile.errors import InputError
 from attn_ext.profile.figures import SCHEMA, Row, Summary
+from attn_ext.profile.kernel_name import Kernel, decode
+from attn_ext.profile.occupancy import Device, Occupancy, occupancy_of
 from attn_ext.profile.trace import Copy, Event, Region, Trace, TraceError
 
 if TYPE_CHECKING:
@@ -34,14 +38,19 @@ __all__ = [
     "Case",
     "CaseError",
     "Copy",
+    "Device",
     "Event",
     "InputError",
+    "Kernel",
+    "Occupancy",
     "Region",
     "Row",
     "Summary",
     "Trace",
     "TraceError",
+    "decode",
     "default_case",
+    "occupancy_of",
     "run",
 ]
 

@@ -18,68 +18,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_ext.profile.errors import InputError
+from attn_ext.profile.event import Copy, Event, copy_of, is_launch
+
+__all__ = ["STEP", "Copy", "Event", "Region", "Trace", "TraceError", "is_launch"]
 
 #: The range that `attn-ext run` puts round each step.
 STEP = "attn_ext.step"
 
-# Runtime calls that must lead to a kernel. cudaLaunchKernelExC, cuLaunchKernelEx, cooperative
-# launches and graphs are among them; cudaLaunchHostFunc is not.
-_LAUNCHES = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cudaGraphLaunch",
-             "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuGraphLaunch")  # fmt: skip
-
 # aten::mul, not "autograd::engine::evaluate_function: MulBackward0" or "Torch-Compiled Region".
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
-
-_ELEMENT_BYTES = {
-    "bool": 1, "unsigned char": 1, "signed char": 1, "short int": 2, "short": 2, "int": 4,
-    "long int": 8, "long": 8, "c10::Half": 2, "c10::BFloat16": 2, "float": 4, "double": 8,
-    "c10::complex<float>": 8, "c10::complex<double>": 16,
-}  # fmt: skip
 
 
 class TraceError(InputError):
     """A file that is not a trace, or only a part of one. The text names the file and the reason."""
-
-
-class Event(NamedTuple):
-    """One event of a trace. Times in microseconds on the trace's own clock."""
-
-    name: str
-    category: str
-    start_us: float
-    duration_us: float
-    pid: int | str
-    tid: int | str
-    args: Mapping[str, Any]
-
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
-
-    @property
-    def correlation(self) -> int | None:
-        """Joins a runtime call with the device events that it started."""
-        value = self.args.get("correlation")
-        return value if isinstance(value, int) else None
-
-    @property
-    def bytes(self) -> int | None:
-        """Bytes of a device copy or fill, or of an allocation (negative where it is freed)."""
-        value = self.args.get("bytes", self.args.get("Bytes"))
-        return value if isinstance(value, int) else None
-
-
-class Copy(NamedTuple):
-    """An aten::copy_ on the host's side. `bytes` is None where the trace has no shapes."""
-
-    op: Event
-    bytes: int | None
 
 
 @dataclass
@@ -124,7 +80,7 @@ class Region:
     def copies(self) -> list[Copy]:
         """The tensor copies that ops made (clone and contiguous end here). Copies of a single
         number, such as a Python scalar that takes a tensor's dtype, are left out."""
-        return [copy for op in self.ops if (copy := _copy(op)) is not None]
+        return [copy for op in self.ops if (copy := copy_of(op)) is not None]
 
     @property
     def peak_bytes(self) -> int | None:
@@ -284,11 +240,6 @@ class _Owner:
         return elsewhere
 
 
-def is_launch(call: Event) -> bool:
-    """Whether a runtime call launches a kernel (or a graph of them)."""
-    return call.name.startswith(_LAUNCHES)
-
-
 def _encloses(outer: Event, inner: Event) -> bool:
     return (
         outer is not inner
@@ -321,15 +272,3 @@ def _events(raw: list[Any]) -> Iterator[Event]:
 def _is_host_allocation(event: Event) -> bool:
     # Device Type is c10::DeviceType: 0 is the CPU.
     return event.name == "[memory]" and event.args.get("Device Type") == 0
-
-
-def _copy(op: Event) -> Copy | None:
-    if op.name != "aten::copy_":
-        return None
-    shapes, types = op.args.get("Input Dims"), op.args.get("Input type")
-    if not shapes or not types or not all(isinstance(size, int) for size in shapes[0]):
-        return Copy(op, None)
-    elements, element = prod(shapes[0]), _ELEMENT_BYTES.get(types[0])
-    if elements <= 1:
-        return None
-    return Copy(op, None if element is None else elements * element)

@@ -10,6 +10,7 @@ COMMANDS = (
     "sweep",
     "report",
     "view",
+    "decode",
     "ncu",
     "env",
 )
