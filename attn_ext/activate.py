@@ -25,13 +25,17 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
 from attn_ext import _C
-from attn_ext._ops import NAMESPACE
+from attn_ext._ops import NAMESPACE, cuda_missing
 
 NAME = "ATTN_EXT"
 
 # The ops of each library, and the arguments that our kernels know; later versions of torch may
 # append some.
 _LIBRARIES: dict[str, Any] = {"CPU": _C}
+if cuda_missing is None:
+    from attn_ext import _C_cuda
+
+    _LIBRARIES["CUDA"] = _C_cuda
 _OPS = {
     "CPU": {
         "_scaled_dot_product_flash_attention_for_cpu": (
@@ -39,6 +43,23 @@ _OPS = {
         ),
         "_scaled_dot_product_flash_attention_for_cpu_backward": (
             "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
+        ),
+    },
+    "CUDA": {
+        "_scaled_dot_product_flash_attention": (
+            "query key value dropout_p is_causal return_debug_mask scale"
+        ),
+        "_scaled_dot_product_flash_attention_backward": (
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
+            "is_causal philox_seed philox_offset scale"
+        ),
+        "_flash_attention_forward": (
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+            "return_debug_mask scale window_size_left window_size_right seqused_k alibi_slopes"
+        ),
+        "_flash_attention_backward": (
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
+            "is_causal rng_state unused scale window_size_left window_size_right"
         ),
     },
 }
@@ -58,6 +79,7 @@ _replaced: str | None = None  # the implementation that was active before ours
 _native: dict[str, Any] = {}  # torch's own kernels by op
 _native_library: Any = None
 _unpinned: tuple[list[int], bool] | None = None  # priorities and flash's flag before the pin
+_waits_for_cuda = False
 
 
 def activate(*, pin: bool = True) -> None:
@@ -210,36 +232,53 @@ def _keep_native(key: str, name: str, arguments: list[str]) -> None:
 
 
 def _settle_pin() -> None:
-    """Pins or unpins, as the holders want it. Called without the lock: CUDA's has to come first."""
-    if torch.version.cuda is not None and not _cuda.is_initialized():
-        _cuda._lazy_call(_match_pin)
-    else:
-        _match_pin()
-
-
-def _match_pin() -> None:
-    global _unpinned
+    """Pins or unpins, as the holders want it. Called without our lock: CUDA's has to come first."""
+    global _waits_for_cuda
     with _lock:
-        wanted = any(_holders.values())
-        if wanted and _unpinned is None:
-            _settle_order()
-            order = torch._C._get_sdp_priority_order()
-            _unpinned = order, _backends.flash_sdp_enabled()
-            flash = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
-            torch._C._set_sdp_priority_order([flash, *(b for b in order if b != flash)])
-            _backends.enable_flash_sdp(True)
-        elif not wanted and _unpinned is not None:
-            order, enabled = _unpinned
-            torch._C._set_sdp_priority_order(order)
-            _backends.enable_flash_sdp(enabled)
-            _unpinned = None
+        if any(_holders.values()):
+            if _unpinned is None:
+                _pin(_backends.flash_sdp_enabled(), on_cuda=_cuda.is_initialized())
+        elif _unpinned is not None:
+            _unpin()
+    early = torch.version.cuda is not None and not _cuda.is_initialized()
+    if _unpinned is not None and early and not _waits_for_cuda:
+        _waits_for_cuda = True
+        _cuda._lazy_call(_pin_anew)
+
+
+def _pin(flash_enabled: bool, on_cuda: bool) -> None:
+    global _unpinned
+    if on_cuda:
+        _settle_order()
+    order = torch._C._get_sdp_priority_order()
+    _unpinned = order, flash_enabled
+    flash = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
+    torch._C._set_sdp_priority_order([flash, *(other for other in order if other != flash)])
+    _backends.enable_flash_sdp(True)
+
+
+def _unpin() -> bool:
+    """Whether flash was enabled before the pin."""
+    global _unpinned
+    assert _unpinned is not None
+    order, flash_enabled = _unpinned
+    torch._C._set_sdp_priority_order(order)
+    _backends.enable_flash_sdp(flash_enabled)
+    _unpinned = None
+    return flash_enabled
+
+
+def _pin_anew() -> None:
+    """When CUDA is initialised: torch would settle its order of backends at its first choice there,
+    over a pin of before."""
+    with _lock:
+        if _unpinned is not None:
+            _pin(_unpin(), on_cuda=True)
 
 
 def _settle_order() -> None:
-    """torch settles its order of backends at the first choice on CUDA, over what was set before:
-    lets it choose once. The kernel of the choice looks at sizes alone, so a meta tensor will do."""
-    if torch.version.cuda is None:
-        return
+    """Lets torch choose a backend on CUDA once. The kernel of the choice looks at sizes alone, so
+    that a meta tensor will do, and no memory is touched."""
     from torch._C import DispatchKey, DispatchKeySet
 
     choice = torch.library.get_kernel("aten::_fused_sdp_choice", "CUDA")

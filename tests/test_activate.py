@@ -25,6 +25,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def inactive():
     """Every test starts and ends with torch's own kernels, flags and order."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        registry._settle_order()  # or torch does at its first choice of a backend
     state = torch_state()
     assert not attn_ext.is_active()
     yield
@@ -32,13 +35,14 @@ def inactive():
     assert torch_state() == state
 
 
-def torch_state():
-    return (
-        attention.current_flash_attention_impl(),
-        torch._C._get_sdp_priority_order(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        kernel_of("aten::_scaled_dot_product_flash_attention_for_cpu"),
-    )
+def torch_state() -> list:
+    kernels = [
+        kernel_of(f"aten::{name}", key)
+        for key in registry._LIBRARIES
+        for name in registry._OPS[key]
+    ]
+    order, enabled = torch._C._get_sdp_priority_order(), torch.backends.cuda.flash_sdp_enabled()
+    return [attention.current_flash_attention_impl(), order, enabled, *kernels]
 
 
 def kernel_of(op: str, key: str = "CPU") -> str:

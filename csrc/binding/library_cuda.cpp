@@ -1,7 +1,9 @@
-/* library_cuda.cpp: _C_cuda, the CUDA kernels of the ops that _C defines. */
+/* library_cuda.cpp: _C_cuda, the CUDA kernels of the ops that _C defines, and their overrides of
+ * aten's. */
 #include <Python.h>
 
 #include "flash.h"
+#include "override_cuda.h"
 #include "staged.h"
 #include "stages.h"
 #include "varlen.h"
@@ -26,7 +28,12 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) {
 } // namespace attn_ext
 
 PyMODINIT_FUNC PyInit__C_cuda(void) {
+  static PyMethodDef methods[] = {
+      {"install_overrides", attn_ext::install_overrides<&attn_ext::add_overrides_cuda>, METH_NOARGS,
+       "Puts the kernels for CUDA in the place of torch's own."},
+      {"remove_overrides", attn_ext::remove_overrides, METH_NOARGS, "Takes them away again."},
+      {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }
