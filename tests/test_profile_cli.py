@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from scripts import GENERATE, TRAIN
 
-from attn_ext.profile import VARIANTS, Case, cli
+from attn_ext.profile import VARIANTS, Case, Trace, cli
 from attn_ext.profile.commands import COMMANDS
 
 #: Added to every example that takes these options: the last one given counts.
@@ -41,6 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trace = folder / "profile" / f"1_2_16_8_{variant}_eager.json.gz"
         if trace.exists():
             shutil.copy(trace, folder / "profile" / f"{Case().tag(variant)}.json.gz")
+    for name, script in (("train", TRAIN), ("generate", GENERATE)):
+        (folder / f"{name}.py").write_text(script)
     return folder
 
 
@@ -49,6 +53,7 @@ def test_the_examples_of_the_help_run(
     example: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     command, *rest = shlex.split(example)
     takes = subparsers()[command]._option_string_actions
     small = TINY | {"--port": "0"} | ({"--seq": "8,16,32"} if command == "sweep" else {})
@@ -59,6 +64,13 @@ def test_the_examples_of_the_help_run(
     monkeypatch.setattr("attn_ext.profile.viewer.Viewer.serve_forever", lambda viewer: None)
     assert cli.main(arguments) == 0, arguments
     assert capsys.readouterr().out
+    if command == "exec":
+        row = json.loads((folder / "profile" / "summary.json").read_text())["rows"][-1]
+        trace = Trace.load(folder / "profile" / row["trace"])
+        ops = [op.name for op in trace.steps[0].operators]
+        assert ops.count("aten::scaled_dot_product_attention") == 1, "a step is a step"
+        swap = "aten" if "--activate" in arguments else None
+        assert trace.metadata["attn_ext"]["swap"] == swap
 
 
 def test_every_command_has_an_example() -> None:

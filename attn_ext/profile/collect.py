@@ -14,7 +14,6 @@ The trace of pass 4 is written, and read back with trace.py: one reader for our 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -40,6 +39,7 @@ from attn_ext.profile.calls import (
 )  # fmt: skip
 from attn_ext.profile.case import VARIANTS, Case, CaseError, check_variants, default_case
 from attn_ext.profile.figures import Row, Summary, read_trace, set_factors
+from attn_ext.profile.output import writable, write_json
 from attn_ext.profile.progress import Progress
 from attn_ext.profile.trace import STEP, Trace, TraceError
 
@@ -96,8 +96,7 @@ def run(
     (summary,) = measure(
         variants, [case], out=out, device=where, steps=steps, warmup=warmup, progress=progress
     )
-    text = json.dumps(summary.to_dict(), indent=1)
-    (Path(out) / "summary.json").write_text(text + "\n")
+    write_json(Path(out) / "summary.json", summary.to_dict())
     return summary
 
 
@@ -156,22 +155,6 @@ def measure(
         summaries.append(Summary(about, [session.row for session in measured]))
         set_factors(summaries[-1])
     return summaries
-
-
-def writable(out: str | os.PathLike[str]) -> Path:
-    """The folder, made where it is missing.
-
-    Raises:
-        CaseError: it cannot be written to.
-    """
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise CaseError("out", "a folder to write to", f"{out} ({error.strerror})") from error
-    return folder
 
 
 class _Progress:

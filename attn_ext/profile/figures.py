@@ -69,6 +69,16 @@ class Summary:
         return bool(self.facts.get("kind") == "gpu")
 
     @property
+    def unit(self) -> str:
+        """What a row's figures are of: a call of attention, or a step of a script."""
+        return str(self.facts.get("unit", "call"))
+
+    @property
+    def by_device(self) -> bool:
+        """Whether `factor` compares device time: a step of a script is more than its kernels."""
+        return self.on_gpu and self.unit == "call"
+
+    @property
     def base(self) -> Row | None:
         """The row that `factor` compares with."""
         return next((row for row in self.rows if row.error is None), None)
@@ -80,10 +90,10 @@ class Summary:
 
 
 def set_factors(summary: Summary) -> None:
-    """Fills `factor`: by device time on a GPU, by time per call on a CPU."""
+    """Fills `factor`: by the device time of a call on a GPU, else by wall time."""
 
     def time(row: Row) -> float | None:
-        return row.gpu_us if summary.on_gpu else row.call_us
+        return row.gpu_us if summary.by_device else row.call_us
 
     base = time(summary.base) if summary.base else None
     for row in summary.rows:

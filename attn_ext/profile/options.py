@@ -97,6 +97,11 @@ def add_out(group: argparse._ActionsContainer, default: str = "profile") -> None
     )
 
 
+def add_format(group: argparse._ActionsContainer) -> None:
+    choices = ("table", "json")
+    group.add_argument("--format", default="table", choices=choices, help="of what is printed")
+
+
 def option(field: str) -> str:
     """The option that gives a field of Case: kv_heads is --kv-heads."""
     return "--" + field.replace("_", "-")

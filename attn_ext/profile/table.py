@@ -49,18 +49,19 @@ def mib(value: int | None) -> str | None:
 def columns(summary: Summary) -> list[Column]:
     """The columns of which at least one cell is known."""
     base = summary.base
-    by = "GPU us" if summary.on_gpu else "call us"
+    unit = summary.unit
+    by = "GPU us" if summary.by_device else f"{unit} us"
     all_columns = [
-        Column("kernels", lambda row: count(row.kernels), "kernels of a call"),
+        Column("kernels", lambda row: count(row.kernels), f"kernels of a {unit}"),
         Column("memcpy", lambda row: count(row.memcpy), "copies by the device"),
         Column("memset", lambda row: count(row.memset), "fills by the device"),
         Column("lost", lambda row: count(row.lost), "launches of the run without a kernel seen"),
-        Column("GPU us", lambda row: us(row.gpu_us), "sum of a call's device events"),
-        Column("ops", lambda row: count(row.ops), "operators of a call, nested ones included"),
+        Column("GPU us", lambda row: us(row.gpu_us), f"sum of a {unit}'s device events"),
+        Column("ops", lambda row: count(row.ops), f"operators of a {unit}, nested ones included"),
         Column("copies", lambda row: count(row.copies), "tensors copied by them"),
         Column("copied MiB", lambda row: mib(row.copy_bytes), "written by the copies"),
         Column("cold us", lambda row: us(row.cold_us), "wall time of the very first call"),
-        Column("call us", lambda row: us(row.call_us), "wall time of a call, not profiled"),
+        Column(f"{unit} us", lambda row: us(row.call_us), f"wall time of a {unit}, not profiled"),
         Column("CPU us", lambda row: us(row.cpu_us), "time to issue it, not profiled"),
         Column("peak MiB", lambda row: mib(row.peak_bytes), "allocated on top of the inputs"),
         Column(
@@ -100,9 +101,10 @@ def render(summary: Summary, title: str) -> list[Line]:
     for row in summary.rows:
         for note in row.notes:
             lines += [[Span(text, "yellow")] for text in _wrapped(f"{row.variant}: {note}")]
-    name_width = max(len("variant"), *(len(row.variant) for row in summary.rows))
+    names = [row.variant for row in summary.rows] + [column.title for column in shown]
+    width = max(map(len, ["variant", *names]))
     for column in shown:
-        lines.append([Span(f"{column.title.ljust(name_width)}{_GAP}{column.meaning}", "dim")])
+        lines.append([Span(f"{column.title.ljust(width)}{_GAP}{column.meaning}", "dim")])
     return lines
 
 

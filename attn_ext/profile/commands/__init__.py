@@ -8,6 +8,7 @@ InputError. Only a handler imports what takes long to load: torch, matplotlib, j
 COMMANDS = (
     "run",
     "sweep",
+    "exec",
     "report",
     "view",
     "decode",

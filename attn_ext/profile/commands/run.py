@@ -39,9 +39,7 @@ def add(subparsers: shared.Subparsers) -> None:
         "--warmup", type=int, default=3, metavar="N", help="calls before them; default: 3"
     )
     shared.add_out(how)
-    how.add_argument(
-        "--format", default="table", choices=("table", "json"), help="of what is printed"
-    )
+    shared.add_format(how)
 
 
 def handle(options: argparse.Namespace) -> int:

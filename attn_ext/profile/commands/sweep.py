@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from attn_ext.profile import options as shared
 from attn_ext.profile.case import VARIANTS, CaseError, check_variants
+from attn_ext.profile.output import write_json
 from attn_ext.profile.progress import progress_bar
 from attn_ext.profile.sweep import Sweep, lengths_fit, lengths_of, render
 from attn_ext.profile.table import write
@@ -54,9 +54,7 @@ def add(subparsers: shared.Subparsers) -> None:
     )
     shared.add_out(how)
     how.add_argument("--plot", default="png", choices=("png", "svg", "none"), help="default: png")
-    how.add_argument(
-        "--format", default="table", choices=("table", "json"), help="of what is printed"
-    )
+    shared.add_format(how)
 
 
 def handle(options: argparse.Namespace) -> int:
@@ -83,9 +81,8 @@ def handle(options: argparse.Namespace) -> int:
             progress=progress,
         )
     sweep = Sweep(summaries)
-    text = json.dumps(sweep.to_dict(), indent=1)
     folder = Path(options.out)
-    (folder / "sweep.json").write_text(text + "\n")
+    text = write_json(folder / "sweep.json", sweep.to_dict())
     last = f"seq {lengths[-1]}"
     of_all = str(replace(case, seq=lengths[-1])).replace(last, f"seq {lengths[0]} to {lengths[-1]}")
     title = f"attention of {of_all}"
