@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import traces
+from report_pages import cpu_trace, gpu_trace, run_folder
 from traces import kernel, launch, naive_step, op, step
 
 from attn_ext.profile import Case, TraceError, cli, figures, report
@@ -51,45 +50,6 @@ class Page(HTMLParser):
 
 def page_of(*paths: Path) -> Page:
     return Page(report.html(report.load(paths)))
-
-
-def gpu_trace(path: Path, kernels: int = 1, **metadata: Any) -> Path:
-    """A step of so many kernels of 10 us, as another tool's user would have it."""
-    entries = [step(0.0)]
-    for number in range(kernels):
-        entries += [launch(1 + number, 5.0 * number), kernel(1 + number, 120.0 + 10 * number, 10.0)]
-    document = {"schemaVersion": 1, "traceEvents": entries, **metadata}
-    path.write_text(json.dumps(document))
-    return path
-
-
-def cpu_trace(path: Path) -> Path:
-    shapes = {"Input Dims": [[8, 4]], "Input type": ["double"]}
-    return traces.write(
-        path, step(0.0), op("aten::clone", 1.0, 9.0), op("aten::copy_", 2.0, **shapes),
-        traces.allocation(3.0, 256),
-    )  # fmt: skip
-
-
-def run_folder(path: Path, seq: int = 1024, **changes: Any) -> Path:
-    """What `attn-ext run` leaves behind: a summary and its traces."""
-    path.mkdir()
-    case = vars(Case(seq=seq))
-    naive = {"variant": "naive", "trace": "naive.json.gz", "kernels": 5, "memcpy": 1,
-             "memcpy_bytes": 1 << 28, "memset": 1, "gpu_us": 618.9, "call_us": 657.7,
-             "cpu_us": 140.4, "peak_bytes": 528 << 20}  # fmt: skip
-    flash = {"variant": "flash", "trace": "flash.json.gz", "kernels": 1, "memcpy": 0,
-             "memcpy_bytes": 0, "memset": 0, "gpu_us": 62.0, "call_us": 72.4, "cpu_us": 44.3,
-             "peak_bytes": 33 << 19}  # fmt: skip
-    cudnn = {"variant": "sdpa_cudnn", "error": "cuDNN <attention> has been disabled."}
-    summary = {"schema": 1, "kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0",
-               "case": case, "rows": [naive | changes, flash, cudnn]}  # fmt: skip
-    (path / "summary.json").write_text(json.dumps(summary))
-    traces.write(path / "naive.json.gz", *naive_step(1, 0.0), *naive_step(2, 110.0))
-    gpu_trace(path / "flash.json")
-    (path / "flash.json.gz").write_bytes(gzip.compress((path / "flash.json").read_bytes()))
-    (path / "flash.json").unlink()
-    return path
 
 
 def test_a_run_is_reported_with_its_summary(tmp_path: Path) -> None:

@@ -163,6 +163,32 @@ def test_kinds_of_work() -> None:
         assert css.count(f"--{one.key}: #") == 2, "a colour for light and one for dark"
 
 
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_contrast(theme: int) -> None:
+    """WCAG 2 AA: 4.5 for text, 3 for what a chart is made of."""
+    css = (Path(report.__file__).parent / "templates" / "style.css").read_text()
+    block = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", block))
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(colours[one]), luminance(colours[other])))
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("page", "card"):
+        for text in ("text", "quiet", "accent", "alarm"):
+            assert contrast(text, ground) >= 4.5, (text, ground)
+    for one in CLASSES:
+        assert contrast(one.key, "card") >= 3, one.key
+    assert contrast("tip-text", "tip") >= 4.5
+
+
 def test_busy_and_self_times() -> None:
     def event(start: float, length: float, tid: int = 1) -> Event:
         return Event("aten::x", "cpu_op", start, length, 1, tid, {})
