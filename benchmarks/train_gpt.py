@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_runs(runs, size)
     if options.profile:
         rows = [run.profiler.row for run in runs if run.profiler and run.profiler.row]
-        print_table(rows, f"a training step of {options.size}", device.type == "cuda")
+        print_table(rows, f"a training step of {options.size}", device)
     try:
         plot(runs, size, result.path.with_suffix(".png"))
     except ImportError:
