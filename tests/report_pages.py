@@ -16,16 +16,22 @@ from attn_ext.profile import Case
 _NAIVE = (
     ("aten::bmm", "cudaMemsetAsync", "", 1.2),
     ("aten::bmm", "cuLaunchKernelEx", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 96.3),
-    ("attn_ext::scale", "cudaLaunchKernel", "attn_scale_bf16", 98.1),
+    ("attn_ext::scale", "cudaLaunchKernel", "attn_scale_cuda_bf16_kernel", 98.1),
     ("aten::copy_", "cudaMemcpyAsync", "", 130.5),
-    ("attn_ext::masked_fill_", "cudaLaunchKernel", "attn_masked_fill_bf16", 77.0),
-    ("attn_ext::softmax", "cudaLaunchKernel", "attn_softmax_bf16", 112.4),
+    ("attn_ext::masked_fill_", "cudaLaunchKernel", "attn_masked_fill_cuda_bf16_kernel", 77.0),
+    ("attn_ext::softmax", "cudaLaunchKernel", "attn_softmax_cuda_bf16_rows_kernel", 112.4),
     ("aten::bmm", "cuLaunchKernelEx", "nvjet_tst_128x64_64x8_2x1_v_bz_NNN", 103.4),
 )
-_FLASH = (("attn_ext::flash_attention_forward", "cudaLaunchKernel", "attn_flash_fwd_sm90", 62.0),)
-_H200 = {"name": "NVIDIA H200", "computeMajor": 9, "computeMinor": 0, "numSms": 132,
-         "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
-         "sharedMemPerBlockOptin": 232448, "sharedMemPerMultiprocessor": 233472}  # fmt: skip
+_FLASH = (
+    ("attn_ext::flash_attention_forward", "cudaLaunchKernel",
+     "attn_flash_fwd_sm90_d64_bf16_kernel", 62.0),
+)  # fmt: skip
+_H200 = {
+    "id": 0, "name": "NVIDIA H200", "computeMajor": 9, "computeMinor": 0, "numSms": 132,
+    "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048, "regsPerBlock": 65536,
+    "regsPerMultiprocessor": 65536, "sharedMemPerBlock": 49152, "sharedMemPerBlockOptin": 232448,
+    "sharedMemPerMultiprocessor": 233472,
+}  # fmt: skip
 
 
 def gpu_trace(path: Path, kernels: int = 1, **metadata: Any) -> Path:
@@ -106,7 +112,8 @@ def _write(path: Path, works: Any) -> None:
                 entries.append(kernel(number, device, length, kernel_name))
                 entries[-1]["args"] |= {
                     "grid": [1024, 1, 1], "block": [256, 1, 1], "registers per thread": 168,
-                    "shared memory": 213188, "stream": 7, "device": 0,
+                    "shared memory": 213188, "est. achieved occupancy %": 0, "stream": 7,
+                    "device": 0,
                 }  # fmt: skip
             at, device = at + 14, device + length + 1
         entries.append(step(start, at - start))

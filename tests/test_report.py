@@ -145,6 +145,21 @@ def test_a_figure_that_is_not_known_is_a_dash(tmp_path: Path) -> None:
     assert page.texts.count("-") == 2
 
 
+def test_the_kernels_of_a_step(tmp_path: Path) -> None:
+    """Named, counted, and with the occupancy that the trace gets wrong."""
+    page = page_of(run_folder(tmp_path / "run"))
+    texts = page.texts
+    at = texts.index(
+        "attn_flash_fwd_sm90_d64_bf16_kernel", texts.index("flash", texts.index("share"))
+    )
+    assert "fused attention" in texts[at : at + 20] and "yes" in texts[at : at + 20]
+    tips = [cell.get("title") or "" for cell in page.all("td")]
+    assert any("12.5 % theoretical" in tip and "Kineto allows 48 KiB" in tip for tip in tips)
+    readings = [head["title"] or "" for head in page.all("th") if head.get("scope") == "row"
+                and "title" in head]  # fmt: skip
+    assert any("matrix product of cuBLAS" in reading for reading in readings)
+
+
 def test_every_figure_has_its_definition(tmp_path: Path) -> None:
     page = page_of(run_folder(tmp_path / "run"))
     cells = [cell for cell in page.all("td") if cell.get("class") != "error"]

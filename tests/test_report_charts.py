@@ -12,9 +12,10 @@ from markupsafe import Markup
 from traces import kernel, launch, memcpy, naive_step, op, step, trace
 
 from attn_ext.profile import Case, Row, Summary, report
-from attn_ext.profile.report import bars, growth, plot, scale, sections, svg, timeline
+from attn_ext.profile.event import Event
+from attn_ext.profile.report import bars, growth, plot, scale, steps, svg, timeline
 from attn_ext.profile.report.classes import CLASSES, class_of
-from attn_ext.profile.trace import Event, Region
+from attn_ext.profile.trace import Region
 
 
 def region_of(*entries: traces.Entry) -> Region:
@@ -193,10 +194,8 @@ def test_busy_and_self_times() -> None:
     def event(start: float, length: float, tid: int = 1) -> Event:
         return Event("aten::x", "cpu_op", start, length, 1, tid, {})
 
-    assert sections.busy_us([event(0, 10), event(5, 10), event(20, 5), event(21, 1)]) == 20.0
-    found = sections.self_times(
-        [event(2, 3), event(0, 10), event(6, 2), event(3, 1), event(1, 5, 2)]
-    )
+    assert steps.busy_us([event(0, 10), event(5, 10), event(20, 5), event(21, 1)]) == 20.0
+    found = steps.self_times([event(2, 3), event(0, 10), event(6, 2), event(3, 1), event(1, 5, 2)])
     assert [(op.start_us, op.tid, own) for op, own in found] == [
         (2, 1, 2.0), (0, 1, 5.0), (6, 1, 2.0), (3, 1, 1.0), (1, 2, 5.0)
     ]  # fmt: skip

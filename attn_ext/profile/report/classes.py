@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from attn_ext.profile.trace import Event
+from attn_ext.profile.event import Event
+from attn_ext.profile.kernel_name import decode
 
 
 class Class(NamedTuple):
@@ -33,11 +34,15 @@ CLASSES = (
     Class("other", "other", r""),
 )
 _BY_KEY = {one.key: one for one in CLASSES}
-_BY_CATEGORY = {"gpu_memcpy": _BY_KEY["copy"], "gpu_memset": _BY_KEY["fill"]}
+#: Families of kernels whose work needs no second look at the name.
+_FAMILIES = {"gemm": "gemm", "softmax": "softmax", "reduce": "reduce", "copy": "copy",
+             "memcpy": "copy", "fill": "fill", "memset": "fill"}  # fmt: skip
 
 
 def class_of(event: Event) -> Class:
     """The class of an event of the device, or of an op."""
-    return _BY_CATEGORY.get(event.category) or next(
-        one for one in CLASSES if re.search(one.pattern, event.name, re.IGNORECASE)
-    )
+    if event.category != "cpu_op":
+        kernel = decode(event.name)
+        if kernel.attention or kernel.family in _FAMILIES:
+            return _BY_KEY["attention" if kernel.attention else _FAMILIES[kernel.family]]
+    return next(one for one in CLASSES if re.search(one.pattern, event.name, re.IGNORECASE))

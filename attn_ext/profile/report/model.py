@@ -12,8 +12,10 @@ from statistics import median_low
 from typing import Any
 
 from attn_ext.profile.case import Case
+from attn_ext.profile.event import Event
 from attn_ext.profile.figures import SCHEMA, Row, Summary, read_trace, set_factors
-from attn_ext.profile.trace import Event, Region, Trace, TraceError
+from attn_ext.profile.occupancy import Device, devices
+from attn_ext.profile.trace import Region, Trace, TraceError
 
 #: What `attn-ext run` and `attn-ext sweep` write beside their traces.
 SUMMARY, SWEEP = "summary.json", "sweep.json"
@@ -26,6 +28,7 @@ class Source:
     row: Row
     path: Path
     steps: list[Region]
+    devices: dict[int, Device]
 
     @cached_property
     def step(self) -> Region:
@@ -135,8 +138,7 @@ def _add_summaries(groups: dict[str, Group], path: Path, region: str | None) -> 
         groups[f"{number} of {path.resolve()}"] = group
         for row in summary.rows:
             if row.trace and (trace := path.parent / row.trace).is_file():
-                _, steps = _open(trace, region)
-                group.sources.append(Source(row, trace, steps))
+                group.sources.append(_source(row, trace, *_open(trace, region)))
 
 
 def _add_trace(groups: dict[str, Group], path: Path, region: str | None) -> None:
@@ -152,7 +154,7 @@ def _add_trace(groups: dict[str, Group], path: Path, region: str | None) -> None
     summary = Summary(facts, [])
     group = groups.setdefault(json.dumps(facts), Group(_title(summary, path), summary))
     group.summary.rows.append(row)
-    group.sources.append(Source(row, path, steps))
+    group.sources.append(_source(row, path, trace, steps))
 
 
 def _measured(path: Path) -> tuple[dict[str, Any], Row] | None:
@@ -170,8 +172,8 @@ def _about(trace: Trace, path: Path) -> tuple[dict[str, Any], str]:
     """Where a trace was taken and what of, as far as it says."""
     ours = trace.metadata.get("attn_ext")
     ours = ours if isinstance(ours, dict) else {}
-    devices = trace.metadata.get("deviceProperties")
-    names = [d["name"] for d in devices or () if isinstance(d, dict) and "name" in d]
+    gpus = trace.metadata.get("deviceProperties")
+    names = [d["name"] for d in gpus or () if isinstance(d, dict) and "name" in d]
     facts = {
         "kind": "gpu" if trace.saw_device or names else "cpu",
         "device": ours.get("device") or (names[0] if names else None),
@@ -180,6 +182,10 @@ def _about(trace: Trace, path: Path) -> tuple[dict[str, Any], str]:
     stem = path.name.removesuffix(".gz").removesuffix(".json")
     name = str(ours.get("variant", stem.removesuffix(".pt.trace")))
     return {key: value for key, value in facts.items() if value is not None}, name
+
+
+def _source(row: Row, path: Path, trace: Trace, steps: list[Region]) -> Source:
+    return Source(row, path, steps, devices(trace.metadata))
 
 
 def _open(path: Path, region: str | None) -> tuple[Trace, list[Region]]:

@@ -15,7 +15,8 @@ from attn_ext.profile import table
 from attn_ext.profile.report.cards import cards
 from attn_ext.profile.report.growth import growth
 from attn_ext.profile.report.model import Group, Report
-from attn_ext.profile.report.sections import sections, steps
+from attn_ext.profile.report.sections import sections
+from attn_ext.profile.report.steps import steps
 
 if TYPE_CHECKING:
     from jinja2 import Environment
