@@ -10,7 +10,7 @@ import pytest
 import traces
 from traces import kernel, launch, naive_step, op, step, trace
 
-from attn_ext.profile import Row, Summary, figures, table
+from attn_ext.profile import Row, Summary, Trace, figures, table
 
 GPU = {"kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0",
        "cudnn": 91900, "threads": 8}  # fmt: skip
@@ -34,6 +34,7 @@ def test_figures_of_steps_that_agree() -> None:
     assert row.to_dict() == {
         "variant": "naive", "kernels": 5, "memcpy": 1, "memcpy_bytes": 4096, "memset": 1,
         "gpu_us": pytest.approx(61.0), "launches": 10, "lost": 0, "kernels_per_step": [5, 5],
+        "longest_kernel": "kernel_x",
     }  # fmt: skip
 
 
@@ -96,6 +97,49 @@ def test_factors_compare_with_the_first_row_that_ran() -> None:
     assert [row.factor for row in summary.rows] == [1.0, 0.25]
 
 
+H200 = {"id": 0, "name": "NVIDIA H200", "computeMajor": 9, "computeMinor": 0, "numSms": 132,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048, "regsPerBlock": 65536,
+        "regsPerMultiprocessor": 65536, "sharedMemPerBlock": 49152,
+        "sharedMemPerBlockOptin": 232448, "sharedMemPerMultiprocessor": 233472}  # fmt: skip
+
+
+def test_the_longest_kernel_has_the_occupancy_and_any_kernel_the_tensor_cores() -> None:
+    """168 registers x 384 threads fill an SM with one block: 12 of 64 warps, whatever Kineto says
+    of its shared memory."""
+    gemm = kernel(1, 130.0, 50.0, "nvjet_tst_192x192_64x4_1x1_h_bz_coopB_TNN")
+    gemm["args"] |= {"registers per thread": 168, "shared memory": 213188, "block": [384, 1, 1],
+                     "grid": [1000, 1, 1], "device": 0, "est. achieved occupancy %": 0}  # fmt: skip
+    softmax = kernel(2, 190.0, 10.0, "attn_softmax_cuda_bf16_row")
+    entries = [step(0.0), launch(1, 1.0), launch(2, 5.0), gemm, softmax]
+    row = Row("naive")
+    figures.read_trace(row, Trace({"traceEvents": entries, "deviceProperties": [H200]}), True)
+    assert row.longest_kernel == gemm["name"]
+    assert row.occupancy_percent == row.theoretical_occupancy_percent == 18.75
+    assert row.kineto_occupancy_percent == 0
+    assert row.occupancy_limiters == ["registers", "shared memory"]
+    assert row.tensor_cores is True
+    assert row_of(step(0.0), launch(2, 5.0), softmax).tensor_cores is False
+    assert row_of(step(0.0), launch(2, 5.0), kernel(2, 9.0, 1.0)).tensor_cores is None
+
+
+@pytest.mark.parametrize(
+    ("gpu_us", "bound"), [(90.0, "GPU"), (89.9, "mixed"), (70.1, "mixed"), (70.0, "CPU")]
+)
+def test_what_sets_the_pace(gpu_us: float, bound: str) -> None:
+    summary = Summary(GPU, [Row("flash", gpu_us=gpu_us, call_us=100.0)])
+    figures.set_factors(summary)
+    assert summary.rows[0].bound == bound and summary.rows[0].busy == gpu_us / 100
+
+
+def test_a_step_of_a_script_is_compared_by_its_wall_time() -> None:
+    rows = [Row("as_is", gpu_us=50.0, call_us=100.0), Row("aten", gpu_us=10.0, call_us=80.0)]
+    summary = Summary(GPU | {"unit": "step"}, rows)
+    figures.set_factors(summary)
+    assert [row.factor for row in rows] == [1.0, 1.25]
+    text = text_of(summary)
+    assert "step us" in text and "how many times as fast, by step us" in text
+
+
 def gpu_summary(**changes: Any) -> Summary:
     naive = Row("naive", kernels=5, memcpy=1, memset=1, gpu_us=1820.4, call_us=1835.1, cpu_us=98.2,
                 peak_bytes=802 << 20, lost=0)  # fmt: skip
@@ -120,10 +164,10 @@ def line_of(text: str, name: str) -> str:
 def test_the_table() -> None:
     text = text_of(gpu_summary())
     assert line_of(text, "variant") == (
-        "variant kernels memcpy memset GPU us call us CPU us peak MiB vs naive"
+        "variant kernels memcpy memset GPU us call us CPU us bound peak MiB vs naive"
     )
-    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 802.0 1.00x"
-    assert line_of(text, "flash") == "flash 1 0 0 94.0 97.0 17.0 16.0 19.37x"
+    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 GPU 99% 802.0 1.00x"
+    assert line_of(text, "flash") == "flash 1 0 0 94.0 97.0 17.0 GPU 97% 16.0 19.37x"
     assert line_of(text, "sdpa_cudnn").startswith("sdpa_cudnn cannot run: No available")
     assert "NVIDIA H200, torch 2.11.0+cu130, cuda 13.0, cudnn 91900\n" in text
     assert max(map(len, text.splitlines())) <= table.WIDTH
@@ -140,13 +184,13 @@ def test_columns_line_up() -> None:
 def test_a_missing_cell_is_a_dash_and_a_missing_column_absent() -> None:
     summary = gpu_summary()
     naive, flash, _ = summary.rows
-    flash.kernels = flash.gpu_us = flash.factor = None
+    flash.kernels = flash.gpu_us = flash.factor = flash.busy = None
     text = text_of(summary)
-    assert line_of(text, "flash") == "flash - 0 0 - 97.0 17.0 16.0 -"
-    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 802.0 1.00x"
+    assert line_of(text, "flash") == "flash - 0 0 - 97.0 17.0 - 16.0 -"
+    assert line_of(text, "naive") == "naive 5 1 1 1,820.4 1,835.1 98.2 GPU 99% 802.0 1.00x"
     naive.cpu_us = flash.cpu_us = None
     assert line_of(text_of(summary), "variant") == (
-        "variant kernels memcpy memset GPU us call us peak MiB vs naive"
+        "variant kernels memcpy memset GPU us call us bound peak MiB vs naive"
     )
     assert "lost" not in text, "shown where something is lost"
 
@@ -171,6 +215,32 @@ def test_on_a_cpu_there_are_no_device_columns() -> None:
 def test_a_run_in_which_nothing_ran_still_has_a_table() -> None:
     text = text_of(Summary(CPU, [Row("sdpa_cudnn", error="torch has it on CUDA only")]))
     assert "sdpa_cudnn  cannot run: torch has it on CUDA only\n" in text
+
+
+def test_columns_go_where_there_is_no_room() -> None:
+    more = {"cold_us": 12345.6, "occupancy_percent": 18.75, "kineto_occupancy_percent": 0.0,
+            "tensor_cores": True}  # fmt: skip
+    summary = gpu_summary(**more)
+    lines = table.plain(table.render(summary, "attention")).splitlines()
+    assert max(map(len, lines)) <= table.WIDTH
+    assert lines[-1] == "--wide has more: cold ms, Kineto %, tensor cores"
+    wide = table.plain(table.render(summary, "attention", width=None))
+    assert line_of(wide, "variant") == (
+        "variant kernels memcpy memset GPU us cold ms call us CPU us bound occ % Kineto % "
+        "tensor cores peak MiB vs naive"
+    )
+    assert line_of(wide, "naive") == (
+        "naive 5 1 1 1,820.4 12.3 1,835.1 98.2 GPU 99% 18.8 0.0 yes 802.0 1.00x"
+    )
+    assert "--wide" not in wide
+
+
+def test_a_terminal_has_the_room_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert (table.room(wide=False), table.room(wide=True)) == (140, None)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert table.room(wide=False) == table.WIDTH
 
 
 class Terminal(io.StringIO):

@@ -7,10 +7,16 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from attn_ext.profile.event import Event
+from attn_ext.profile.kernel_name import decode
+from attn_ext.profile.occupancy import devices, occupancy_of
 from attn_ext.profile.trace import Region, Trace
 
-#: Version of what to_dict writes. A key that is absent is unknown; 0 is a figure.
+#: Version of what to_dict writes. A key that is absent is unknown; 0 is a figure. The version is
+#: raised where a key goes or changes its meaning, not where one is added.
 SCHEMA = 1
+#: Busy at least this much of the wall time: the device sets the pace. At most this much: the host.
+_GPU_BOUND, _CPU_BOUND = 0.9, 0.7
 
 
 @dataclass
@@ -28,6 +34,13 @@ class Row:
         cpu_us: time to issue a call, in us, before the device is done with it.
         peak_bytes: most bytes allocated at once in a call, on top of its inputs.
         factor: how many times as fast as the first row that ran.
+        busy: gpu_us / call_us, how much of the time the device works.
+        bound: "GPU", "CPU" or "mixed", by `busy`: which of them sets the pace.
+        longest_kernel: the name of the kernel that takes the most time.
+        occupancy_percent, occupancy_limiters: of that kernel, from its launch and the device; what
+            allows no more of it. theoretical_occupancy_percent leaves the size of the grid out.
+        kineto_occupancy_percent: what the trace says of it, where that differs.
+        tensor_cores: whether some kernel multiplies on tensor cores.
         launches, lost: launches in all steps, and those of them without a kernel in the trace.
         notes: what a reader must know before trusting the figures.
     """
@@ -48,6 +61,14 @@ class Row:
     cpu_us: float | None = None
     peak_bytes: int | None = None
     factor: float | None = None
+    busy: float | None = None
+    bound: str | None = None
+    longest_kernel: str | None = None
+    occupancy_percent: float | None = None
+    theoretical_occupancy_percent: float | None = None
+    occupancy_limiters: list[str] = field(default_factory=list)
+    kineto_occupancy_percent: float | None = None
+    tensor_cores: bool | None = None
     launches: int | None = None
     lost: int | None = None
     kernels_per_step: list[int] | None = None
@@ -90,7 +111,8 @@ class Summary:
 
 
 def set_factors(summary: Summary) -> None:
-    """Fills `factor`: by the device time of a call on a GPU, else by wall time."""
+    """Fills what compares figures: `factor`, by the device time of a call on a GPU, else by wall
+    time, and which of device and host sets the pace."""
 
     def time(row: Row) -> float | None:
         return row.gpu_us if summary.by_device else row.call_us
@@ -99,6 +121,10 @@ def set_factors(summary: Summary) -> None:
     for row in summary.rows:
         own = time(row)
         row.factor = base / own if base and own else None
+        if row.gpu_us is not None and row.call_us:
+            row.busy = row.gpu_us / row.call_us
+            gpu, cpu = row.busy >= _GPU_BOUND, row.busy <= _CPU_BOUND
+            row.bound = "GPU" if gpu else "CPU" if cpu else "mixed"
 
 
 def read_trace(row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | None = None) -> None:
@@ -152,6 +178,22 @@ def _read_device(row: Row, trace: Trace, steps: Sequence[Region]) -> None:
     sizes = [copy.bytes for copy in whole[0].memcpy]
     if row.memcpy is not None and None not in sizes:
         row.memcpy_bytes = sum(size or 0 for size in sizes)
+    if whole[0].kernels:
+        _read_kernels(row, trace, whole[0].kernels)
+
+
+def _read_kernels(row: Row, trace: Trace, kernels: Sequence[Event]) -> None:
+    """What the kernels of a step are: their names, and how well the longest fills the device."""
+    cores = [decode(kernel.name).tensor_cores for kernel in kernels]
+    row.tensor_cores = True if True in cores else None if None in cores else False
+    longest = max(kernels, key=lambda kernel: kernel.duration_us)
+    row.longest_kernel = longest.name
+    if found := occupancy_of(longest, devices(trace.metadata)):
+        row.occupancy_percent = found.achieved_percent
+        row.theoretical_occupancy_percent = found.theoretical_percent
+        row.occupancy_limiters = list(found.limiters)
+        if found.kineto_why:
+            row.kineto_occupancy_percent = found.kineto_percent
 
 
 def _agreed(

@@ -100,6 +100,7 @@ def add_out(group: argparse._ActionsContainer, default: str = "profile") -> None
 def add_format(group: argparse._ActionsContainer) -> None:
     choices = ("table", "json")
     group.add_argument("--format", default="table", choices=choices, help="of what is printed")
+    group.add_argument("--wide", action="store_true", help="every column, however wide the table")
 
 
 def option(field: str) -> str:

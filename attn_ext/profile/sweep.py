@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_ext.profile.case import CaseError
+from attn_ext.profile.columns import mib, us
 from attn_ext.profile.figures import SCHEMA, Row, Summary
 from attn_ext.profile.growth import Growth, growth
-from attn_ext.profile.table import UNKNOWN, Line, Span, cut, grid, mib, us, where
+from attn_ext.profile.table import UNKNOWN, Line, Span, cut, grid, where
 
 
 class Figure:

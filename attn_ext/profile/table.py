@@ -3,11 +3,12 @@ same table."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
+from attn_ext.profile.columns import Column, columns
 from attn_ext.profile.figures import Row, Summary
 
 WIDTH = 100
@@ -25,54 +26,13 @@ class Span(NamedTuple):
 Line = list[Span]
 
 
-class Column(NamedTuple):
-    title: str
-    cell: Callable[[Row], str | None]
-    meaning: str
-
-
-def count(value: int | None) -> str | None:
-    return None if value is None else str(value)
-
-
-def us(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.1f}"
-
-
-def mib(value: int | None) -> str | None:
-    if value is None:
+def room(wide: bool) -> int | None:
+    """How wide a table may be: as the terminal, at least WIDTH; None, as wide as it gets."""
+    if wide:
         return None
-    mib = value / 2**20
-    return f"{mib:,.1f}" if mib >= 1 or value == 0 else f"{mib:.2g}"
-
-
-def columns(summary: Summary) -> list[Column]:
-    """The columns of which at least one cell is known."""
-    base = summary.base
-    unit = summary.unit
-    by = "GPU us" if summary.by_device else f"{unit} us"
-    all_columns = [
-        Column("kernels", lambda row: count(row.kernels), f"kernels of a {unit}"),
-        Column("memcpy", lambda row: count(row.memcpy), "copies by the device"),
-        Column("memset", lambda row: count(row.memset), "fills by the device"),
-        Column("lost", lambda row: count(row.lost), "launches of the run without a kernel seen"),
-        Column("GPU us", lambda row: us(row.gpu_us), f"sum of a {unit}'s device events"),
-        Column("ops", lambda row: count(row.ops), f"operators of a {unit}, nested ones included"),
-        Column("copies", lambda row: count(row.copies), "tensors copied by them"),
-        Column("copied MiB", lambda row: mib(row.copy_bytes), "written by the copies"),
-        Column("cold us", lambda row: us(row.cold_us), "wall time of the very first call"),
-        Column(f"{unit} us", lambda row: us(row.call_us), f"wall time of a {unit}, not profiled"),
-        Column("CPU us", lambda row: us(row.cpu_us), "time to issue it, not profiled"),
-        Column("peak MiB", lambda row: mib(row.peak_bytes), "allocated on top of the inputs"),
-        Column(
-            f"vs {base.variant if base else ''}",
-            lambda row: None if row.factor is None else f"{row.factor:.2f}x",
-            f"how many times as fast, by {by}",
-        ),
-    ]
-    if not any(row.lost for row in summary.rows):
-        all_columns = [column for column in all_columns if column.title != "lost"]
-    return [c for c in all_columns if any(c.cell(row) is not None for row in summary.rows)]
+    return (
+        max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
+    )
 
 
 def where(summary: Summary) -> str:
@@ -85,14 +45,14 @@ def where(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def render(summary: Summary, title: str) -> list[Line]:
+def render(summary: Summary, title: str, width: int | None = WIDTH) -> list[Line]:
     """The table: title, where it ran, a row for each variant, notes, what the columns mean."""
-    shown = columns(summary)
+    shown, left_out = _fitting(columns(summary), summary.rows, width)
     lines = [[Span(cut(title), "bold")], [Span(cut(where(summary)), "dim")], []]
     lines += grid(
         ["variant", *(column.title for column in shown)],
         [
-            [row.variant, *(column.cell(row) or UNKNOWN for column in shown)]
+            [row.variant, *_cells(row, shown)]
             if row.error is None
             else [row.variant, f"cannot run: {row.error}"]
             for row in summary.rows
@@ -102,10 +62,34 @@ def render(summary: Summary, title: str) -> list[Line]:
         for note in row.notes:
             lines += [[Span(text, "yellow")] for text in _wrapped(f"{row.variant}: {note}")]
     names = [row.variant for row in summary.rows] + [column.title for column in shown]
-    width = max(map(len, ["variant", *names]))
+    first = max(map(len, ["variant", *names]))
     for column in shown:
-        lines.append([Span(f"{column.title.ljust(width)}{_GAP}{column.meaning}", "dim")])
+        lines.append([Span(f"{column.title.ljust(first)}{_GAP}{column.meaning}", "dim")])
+    if left_out:
+        titles = ", ".join(column.title for column in left_out)
+        lines.append([Span(f"--wide has more: {titles}", "dim")])
     return lines
+
+
+def _cells(row: Row, shown: list[Column]) -> list[str]:
+    return [column.cell(row) or UNKNOWN for column in shown]
+
+
+def _fitting(
+    all_columns: list[Column], rows: list[Row], width: int | None
+) -> tuple[list[Column], list[Column]]:
+    """The columns for which there is room, and those that had to go."""
+    shown = list(all_columns)
+
+    def total() -> int:
+        lines = [[column.title for column in shown], *(_cells(row, shown) for row in rows)]
+        widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+        first = max(len("variant"), *(len(row.variant) for row in rows))
+        return first + sum(len(_GAP) + width for width in widths)
+
+    while width is not None and total() > width and any(column.rank for column in shown):
+        shown.remove(max(shown, key=lambda column: column.rank))
+    return shown, [column for column in all_columns if column not in shown]
 
 
 def grid(titles: list[str], rows: list[list[str]]) -> list[Line]:

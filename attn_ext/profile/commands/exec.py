@@ -19,7 +19,7 @@ from attn_ext.profile.figures import Row
 from attn_ext.profile.output import writable, write_json
 from attn_ext.profile.record import ATEN, COUNTS, Plan, Recorded
 from attn_ext.profile.script import AS_IS, read_run, summarize
-from attn_ext.profile.table import render, write
+from attn_ext.profile.table import render, room, write
 
 _TEXT = """\
 Runs a script, unchanged, under torch's profiler and reads its attention out of the trace: forward
@@ -105,7 +105,7 @@ def handle(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(text)
     else:
-        write(render(summary, f"a step of {summary.facts['command']}"))
+        write(render(summary, f"a step of {summary.facts['command']}", room(options.wide)))
         print(f"\nwrote traces and summary.json: {options.out}")
     return 0
 

@@ -8,7 +8,7 @@ import json
 from attn_ext.profile import options as shared
 from attn_ext.profile.case import VARIANTS, check_variants
 from attn_ext.profile.progress import progress_bar
-from attn_ext.profile.table import render, write
+from attn_ext.profile.table import render, room, write
 
 _TEXT = """\
 Profiles attention from its most naive to its fastest form, each beside torch's own backends, and
@@ -64,7 +64,7 @@ def handle(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(summary.to_dict(), indent=1))
     else:
-        write(render(summary, f"attention of {case}"))
+        write(render(summary, f"attention of {case}", room(options.wide)))
         print(
             f"\nwrote traces (open them at https://ui.perfetto.dev) and summary.json: {options.out}"
         )

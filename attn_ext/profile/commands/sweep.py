@@ -54,7 +54,9 @@ def add(subparsers: shared.Subparsers) -> None:
     )
     shared.add_out(how)
     how.add_argument("--plot", default="png", choices=("png", "svg", "none"), help="default: png")
-    shared.add_format(how)
+    how.add_argument(
+        "--format", default="table", choices=("table", "json"), help="of what is printed"
+    )
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from attn_ext.profile.columns import mib, us
 from attn_ext.profile.figures import Row, Summary
-from attn_ext.profile.table import mib, us
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from attn_ext.profile.columns import mib, us
 from attn_ext.profile.figures import Row
 from attn_ext.profile.growth import growth as power_law
 from attn_ext.profile.report.model import Group
 from attn_ext.profile.report.plot import Axis, Line, Point, plot
 from attn_ext.profile.report.scale import decades
 from attn_ext.profile.report.sections import Key, Section
-from attn_ext.profile.table import mib, us
 
 _Family = dict[int, Group]
 

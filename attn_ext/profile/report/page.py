@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attn_ext.profile import table
+from attn_ext.profile.columns import columns
 from attn_ext.profile.report.cards import cards
 from attn_ext.profile.report.growth import growth
 from attn_ext.profile.report.model import Group, Report
@@ -43,7 +44,7 @@ def html(report: Report) -> str:
 def _view(group: Group, name: str, sources: int) -> dict[str, Any]:
     """What the templates show of a group."""
     summary = group.summary
-    columns = table.columns(summary)
+    shown = columns(summary)
     return {
         "id": name,
         "first": name == "group-1",
@@ -51,9 +52,9 @@ def _view(group: Group, name: str, sources: int) -> dict[str, Any]:
         "where": table.where(summary),
         "date": summary.facts.get("date"),
         "cards": cards(summary),
-        "columns": columns,
+        "columns": shown,
         "rows": [
-            {"row": row, "cells": [column.cell(row) or table.UNKNOWN for column in columns]}
+            {"row": row, "cells": [column.cell(row) or table.UNKNOWN for column in shown]}
             for row in summary.rows
         ],
         "sections": sections(group),

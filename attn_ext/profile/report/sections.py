@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
+from attn_ext.profile.columns import mib, us
 from attn_ext.profile.event import Event
 from attn_ext.profile.report.bars import Bar, Part, bars
 from attn_ext.profile.report.classes import CLASSES, Class, class_of
 from attn_ext.profile.report.model import Group
 from attn_ext.profile.report.steps import self_times
-from attn_ext.profile.table import mib, us
 from attn_ext.profile.trace import Region
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from attn_ext.profile.columns import us
 from attn_ext.profile.event import Event
 from attn_ext.profile.kernel_name import decode
 from attn_ext.profile.occupancy import Device, occupancy_of
 from attn_ext.profile.report.classes import class_of
 from attn_ext.profile.report.model import Group, Source
 from attn_ext.profile.report.timeline import LIMIT, Timeline, timeline
-from attn_ext.profile.table import UNKNOWN, us
+from attn_ext.profile.table import UNKNOWN
 from attn_ext.profile.trace import Region
 
 #: Events drawn in all timelines of a page, and rows of a table.

@@ -9,11 +9,11 @@ from typing import Any
 
 from markupsafe import Markup
 
+from attn_ext.profile.columns import mib, us
 from attn_ext.profile.event import Event
 from attn_ext.profile.report.classes import class_of
 from attn_ext.profile.report.scale import ticks
 from attn_ext.profile.report.svg import chart, label, percent, tag, title
-from attn_ext.profile.table import mib, us
 from attn_ext.profile.trace import Region
 
 #: Events drawn of a step; of a longer one, the longest events.
