@@ -13,19 +13,28 @@ microseconds, sizes in bytes. `run` needs torch; reading a trace needs the stand
     collect  runs and measures          figures     regions as the figures of a row
     cli      the command                table       rows as text
     options  what its parts share       commands    the subcommands, a module each
-    event    one event of a trace       occupancy   how busy a kernel keeps the GPU, and why no more
-                                        kernel_name what a kernel's name says
+    event    one event of a trace       kernel_name what a kernel's name says
+    region   what happened in a range   occupancy   how busy a kernel keeps the GPU, and why no more
+    attention finds attention calls     roofline    host or GPU, compute or memory: what limits
+    shape    shapes, FLOPs and bytes
+
+    for call in Trace.load("any.pt.trace.json.gz").attention():  # forward and backward apart
+        call.name, len(call.kernels), call.gpu_us, call.cpu_us, call.tflops, call.bound
+        call.occupancy, call.roofline, call.tensor_cores, call.calls[0].shape
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attn_ext.profile.attention import Call
 from attn_ext.profile.case import DTYPES, VARIANTS, Case, CaseError, default_case
 from attn_ext.profile.errors import InputError
 from attn_ext.profile.figures import SCHEMA, Row, Summary
 from attn_ext.profile.kernel_name import Kernel, decode
 from attn_ext.profile.occupancy import Device, Occupancy, occupancy_of
+from attn_ext.profile.roofline import Bound, Peaks, Roofline, bound, peaks
+from attn_ext.profile.shape import Shape
 from attn_ext.profile.trace import Copy, Event, Region, Trace, TraceError
 
 if TYPE_CHECKING:
@@ -35,6 +44,8 @@ __all__ = [
     "DTYPES",
     "SCHEMA",
     "VARIANTS",
+    "Bound",
+    "Call",
     "Case",
     "CaseError",
     "Copy",
@@ -43,14 +54,19 @@ __all__ = [
     "InputError",
     "Kernel",
     "Occupancy",
+    "Peaks",
     "Region",
+    "Roofline",
     "Row",
+    "Shape",
     "Summary",
     "Trace",
     "TraceError",
+    "bound",
     "decode",
     "default_case",
     "occupancy_of",
+    "peaks",
     "run",
 ]
 

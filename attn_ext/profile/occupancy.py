@@ -102,7 +102,8 @@ class Occupancy:
         limits = " and ".join(self.limiters)
         text = (
             f"{self.achieved_percent:.1f} % achieved, {self.theoretical_percent:.1f} % theoretical "
-            f"({self.blocks_per_sm} blocks on an SM, limited by {limits}), {self.waves:.2g} waves"
+            f"({self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} on an SM, limited by "
+            f"{limits}), {self.waves:.2g} waves"
         )
         if self.waves < 1:
             text += ": the grid is smaller than one wave"

@@ -10,89 +10,30 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from attn_ext.profile.attention import Call, find
 from attn_ext.profile.errors import InputError
-from attn_ext.profile.event import Copy, Event, copy_of, is_launch
+from attn_ext.profile.event import Copy, Event, is_launch
+from attn_ext.profile.occupancy import Device, devices
+from attn_ext.profile.region import Region
 
 __all__ = ["STEP", "Copy", "Event", "Region", "Trace", "TraceError", "is_launch"]
 
 #: The range that `attn-ext run` puts round each step.
 STEP = "attn_ext.step"
 
-# aten::mul, not "autograd::engine::evaluate_function: MulBackward0" or "Torch-Compiled Region".
-_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
-
 
 class TraceError(InputError):
     """A file that is not a trace, or only a part of one. The text names the file and the reason."""
-
-
-@dataclass
-class Region:
-    """One occurrence of a range, and what happened in it."""
-
-    span: Event
-    #: What the host recorded, nested ones too: operators, autograd's nodes, compiled regions.
-    ops: list[Event] = field(default_factory=list)
-    #: All calls of the CUDA runtime and driver.
-    runtime: list[Event] = field(default_factory=list)
-    kernels: list[Event] = field(default_factory=list)
-    memcpy: list[Event] = field(default_factory=list)
-    memset: list[Event] = field(default_factory=list)
-    #: Launches whose kernel the trace does not have: the counts above are then too low.
-    lost: list[Event] = field(default_factory=list)
-    allocations: list[Event] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.span.name
-
-    @property
-    def launches(self) -> list[Event]:
-        return [call for call in self.runtime if is_launch(call)]
-
-    @property
-    def device_events(self) -> list[Event]:
-        return [*self.kernels, *self.memcpy, *self.memset]
-
-    @property
-    def gpu_us(self) -> float:
-        """Sum of the durations of the device events, in us."""
-        return sum(event.duration_us for event in self.device_events)
-
-    @property
-    def operators(self) -> list[Event]:
-        """The ops that the dispatcher called, without autograd's and the compiler's own marks."""
-        return [op for op in self.ops if _OPERATOR.fullmatch(op.name)]
-
-    @property
-    def copies(self) -> list[Copy]:
-        """The tensor copies that ops made (clone and contiguous end here). Copies of a single
-        number, such as a Python scalar that takes a tensor's dtype, are left out."""
-        return [copy for op in self.ops if (copy := copy_of(op)) is not None]
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Most bytes of host tensors alive at once, beyond those alive when the region began.
-
-        None where the trace has no allocations (a profiler without profile_memory).
-        """
-        held, peak = 0, None
-        for event in self.allocations:
-            held += event.bytes or 0
-            peak = max(peak or 0, held)
-        return peak
 
 
 class Trace:
@@ -172,25 +113,59 @@ class Trace:
                 started[event.correlation].append(event)
         return dict(started)
 
+    @cached_property
+    def devices(self) -> dict[int, Device]:
+        """The GPUs that the trace describes, by index."""
+        return devices(self.metadata)
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """All attention calls, in order of time."""
+        return find(self.ops)
+
     def regions(self, pattern: str) -> list[Region]:
         """The ranges whose name matches a shell-style pattern, in order of time.
 
         Where ranges that match lie inside each other, the inner one owns what happens in it.
         """
-        regions = [Region(span) for span in self.ranges if fnmatchcase(span.name, pattern)]
-        owner = _Owner(regions)
-        for op in self.ops:
-            if region := owner.of(op):
-                region.ops.append(op)
-        for event in self.allocations:
-            if region := owner.of(event):
-                region.allocations.append(event)
-        for call in self.runtime:
-            if region := owner.of(call):
-                region.runtime.append(call)
+        found = [Region(span) for span in self.ranges if fnmatchcase(span.name, pattern)]
+        owner = _Owner([(region.span, region) for region in found])
+        self._fill(found, owner)
+        for call in self.calls:
+            if region := owner.of(call.parts[0]):
+                region.calls.append(call)
+        return found
+
+    def attention(self, backward: bool | None = None) -> list[Region]:
+        """A region for each attention call, in order of time: its kernels, copies and work.
+
+        `backward` keeps the gradients alone, or leaves them out; None is both.
+        """
+        found = []
+        for call in self.calls:
+            if backward in (None, call.backward):
+                first, last = call.parts[0], call.parts[-1]
+                name = f"{call.name} backward" if call.backward else call.name
+                span = first._replace(name=name, duration_us=last.end_us - first.start_us)
+                found.append(Region(span, calls=[call], parts=call.parts))
+        pieces = [(part, region) for region in found for part in region.parts]
+        pieces.sort(key=lambda piece: piece[0].start_us)
+        self._fill(found, _Owner(pieces, threads_help=False))
+        return found
+
+    def _fill(self, regions: list[Region], owner: _Owner) -> None:
+        lists: list[tuple[list[Event], Callable[[Region], list[Event]]]] = [
+            (self.ops, lambda region: region.ops),
+            (self.allocations, lambda region: region.allocations),
+            (self.runtime, lambda region: region.runtime),
+        ]
+        for events, of in lists:
+            for event in events:
+                if region := owner.of(event):
+                    of(region).append(event)
         for region in regions:
+            region.devices = self.devices
             self._add_device_events(region)
-        return regions
 
     def outside(self, regions: Iterable[Region]) -> list[Event]:
         """The device events that no call of these regions started."""
@@ -208,45 +183,33 @@ class Trace:
                 kinds[event.category].append(event)
         for events in kinds.values():
             events.sort(key=lambda event: event.start_us)
-        launches = region.launches
-        for call in launches:
-            # A runtime launch may show the driver's launch inside it: that one has the kernel.
-            if call.correlation not in self.device_by_correlation and not any(
-                _encloses(call, inner) for inner in launches
-            ):
-                region.lost.append(call)
+        region.find_lost(self.device_by_correlation)
 
 
 class _Owner:
-    """Finds the region of a host event among regions that may overlap on different threads."""
+    """Finds the region of a host event among spans that may overlap on different threads."""
 
-    def __init__(self, regions: list[Region]) -> None:
-        self._regions = regions
-        self._starts = [region.span.start_us for region in regions]
-        self._longest = max((region.span.duration_us for region in regions), default=0.0)
+    def __init__(self, pieces: list[tuple[Event, Region]], threads_help: bool = True) -> None:
+        """`pieces` in order of time; a region may have several. `threads_help`: threads without a
+        span of their own work for the others (autograd's, for the step that waits for them)."""
+        self._pieces = pieces
+        self._starts = [span.start_us for span, _ in pieces]
+        self._longest = max((span.duration_us for span, _ in pieces), default=0.0)
+        self._threads_help = threads_help
 
     def of(self, event: Event) -> Region | None:
-        """The last region to begin round the event's start: on its thread, else on another one
-        of its process (autograd's threads work for the step that waits for them)."""
+        """The last span to begin round the event's start: on its thread, else on another one of its
+        process."""
         elsewhere = None
         at = bisect_right(self._starts, event.start_us)
         while at > 0 and self._starts[at - 1] >= event.start_us - self._longest:
             at -= 1
-            span = self._regions[at].span
+            span, region = self._pieces[at]
             if event.start_us <= span.end_us and event.pid == span.pid:
                 if event.tid == span.tid:
-                    return self._regions[at]
-                elsewhere = elsewhere or self._regions[at]
-        return elsewhere
-
-
-def _encloses(outer: Event, inner: Event) -> bool:
-    return (
-        outer is not inner
-        and outer.tid == inner.tid
-        and outer.start_us <= inner.start_us
-        and inner.end_us <= outer.end_us
-    )
+                    return region
+                elsewhere = elsewhere or region
+        return elsewhere if self._threads_help else None
 
 
 def _events(raw: list[Any]) -> Iterator[Event]:
