@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 
-def framework(name: str) -> Any:
-    """The module of that name."""
+def framework(name: str, least: str | None = None) -> Any:
+    """The module of that name, at least of that version."""
     if os.environ.get("ATTN_EXT_NEEDS_FRAMEWORKS"):
         return importlib.import_module(name)
     return pytest.importorskip(

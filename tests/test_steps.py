@@ -140,7 +140,7 @@ def test_lightning(device, tmp_path, capsys, end) -> None:
 
 @pytest.mark.parametrize("end", ["after", "before"])
 def test_hf_trainer(device, tmp_path, capsys, end) -> None:
-    transformers = framework("transformers")
+    transformers = framework("transformers", "5.0")
     framework("accelerate")
     from attn_ext.integrations.hf_trainer import ProfileSteps
     from attn_ext.integrations.transformers import register

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from frameworks import framework
 
-transformers = framework("transformers")
+transformers = framework("transformers", "5.0")
 
 from attn_ext.integrations.transformers import attention, mask, register  # noqa: E402
 
@@ -19,7 +21,7 @@ MODELS = {
     "llama": lambda: transformers.LlamaConfig(**SIZE, **HEADS, num_key_value_heads=2, **NO_END),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0,
-        embd_pdrop=0.0, resid_pdrop=0.0, scale_attn_by_inverse_layer_idx=True, **NO_END
+        embd_pdrop=0.0, resid_pdrop=0.0, **NO_END
     ),
     "gemma2": lambda: transformers.Gemma2Config(  # softcap, sliding window, own scaling
         **SIZE, **HEADS, num_key_value_heads=2, head_dim=16, sliding_window=5,
@@ -193,13 +195,14 @@ def test_what_cannot_be_right_is_refused(device) -> None:
 
 
 def test_the_mask_is_left_out_where_it_says_no_more_than_is_causal() -> None:
-    made = {
-        (q, k): mask(batch_size=1, q_length=q, kv_length=k, q_offset=k - q, device="cpu")
-        for q, k in ((4, 4), (1, 4), (3, 4))
-    }
-    assert made[4, 4] is None and made[1, 4] is None
-    assert made[3, 4][0, 0].tolist() == [
-        [True, True, False, False],
-        [True] * 3 + [False],
-        [True] * 4,
-    ]
+    newer = "q_length" in inspect.signature(transformers.masking_utils.sdpa_mask).parameters
+
+    def made(q: int, k: int) -> torch.Tensor | None:
+        rows = {"q_length": q, "q_offset": k - q, "device": "cpu"}
+        return mask(
+            batch_size=1, kv_length=k,
+            **rows if newer else {"cache_position": torch.arange(k - q, k)},
+        )  # fmt: skip
+
+    assert made(4, 4) is None and made(1, 4) is None
+    assert torch.equal(made(3, 4)[0, 0], torch.ones(3, 4, dtype=torch.bool).tril(1))

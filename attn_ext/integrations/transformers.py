@@ -4,7 +4,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
 
-Source: transformers' AttentionInterface and AttentionMaskInterface, from 4.53 on.
+Source: AttentionInterface and AttentionMaskInterface of transformers, 5.0 or later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mask(*, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
     Left out for a square problem and a single query alone. Between these lengths a causal problem
     without a mask could be aligned at either end, see `attention`.
     """
-    # cache_position: transformers before 5.5.
+    # cache_position: the first releases of transformers 5.
     q_length = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
     skip = allow_is_causal_skip and q_length in (1, kwargs["kv_length"])
     made: Tensor | None = sdpa_mask(allow_is_causal_skip=skip, **kwargs)
