@@ -151,6 +151,7 @@ def test_causes_are_taken_from_the_warnings_of_sdpa() -> None:
         (["--dtype", "int8"], "run: --dtype: expected one of fp16, bf16, fp32, fp64, got int8"),
         (["--steps", "0"], "run: --steps: expected at least 1, got 0"),
         (["--warmup", "0"], "run: --warmup: expected at least 1, got 0"),
+        (["--layers", "0"], "run: --layers: expected at least 1, got 0"),
         (["--device", "tpu"], "run: --device: expected cpu, cuda or cuda:N, got tpu"),
         (["--device", "cuda:x"], "run: --device: expected cpu, cuda or cuda:N, got cuda:x"),
         (["--device", "cuda:99"], "run: --device: expected .*, got cuda:99"),

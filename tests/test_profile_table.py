@@ -10,7 +10,7 @@ import pytest
 import traces
 from traces import kernel, launch, naive_step, op, step, trace
 
-from attn_ext.profile import Row, Summary, Trace, figures, table
+from attn_ext.profile import Row, Summary, Trace, figures, layers, table
 
 GPU = {"kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0",
        "cudnn": 91900, "threads": 8}  # fmt: skip
@@ -241,6 +241,18 @@ def test_a_terminal_has_the_room_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     assert (table.room(wide=False), table.room(wide=True)) == (140, None)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert table.room(wide=False) == table.WIDTH
+
+
+def test_layers_multiply_what_a_layer_costs_and_saves() -> None:
+    text = table.plain(layers.render(gpu_summary(), 48))
+    assert "over 48 layers, beside naive" in text
+    assert line_of(text, "naive") == "naive 336 87.38 4.71 0 0.00"
+    assert line_of(text, "flash") == "flash 48 4.51 0.82 288 82.87"
+    assert "sdpa_cudnn" not in text
+    rows = [Row("naive", call_us=10e3), Row("flash", call_us=4e3)]
+    text = table.plain(layers.render(Summary(CPU, rows), 2))
+    assert line_of(text, "variant") == "variant call ms saves call ms"
+    assert line_of(text, "flash") == "flash 8.00 12.00"
 
 
 class Terminal(io.StringIO):

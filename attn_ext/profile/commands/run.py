@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from attn_ext.profile import layers
 from attn_ext.profile import options as shared
-from attn_ext.profile.case import VARIANTS, check_variants
+from attn_ext.profile.case import VARIANTS, CaseError, check_variants
 from attn_ext.profile.progress import progress_bar
 from attn_ext.profile.table import render, room, write
 
@@ -26,7 +27,7 @@ def add(subparsers: shared.Subparsers) -> None:
         text=_TEXT,
         examples=[
             "run",
-            "run naive inplace --seq 256 --backward",
+            "run naive inplace --seq 256 --backward --layers 48",
             "run flash sdpa_flash --heads 32 --kv-heads 8 --dtype bf16 --format json",
         ],
     )
@@ -38,6 +39,9 @@ def add(subparsers: shared.Subparsers) -> None:
     how.add_argument(
         "--warmup", type=int, default=3, metavar="N", help="calls before them; default: 3"
     )
+    how.add_argument(
+        "--layers", type=int, metavar="N", help="also what a model of N such layers costs and saves"
+    )
     shared.add_out(how)
     shared.add_format(how)
 
@@ -47,6 +51,8 @@ def handle(options: argparse.Namespace) -> int:
     variants = options.variant or VARIANTS
     check_variants(variants)
     shared.case_of(options, "cpu")
+    if options.layers is not None and options.layers < 1:
+        raise CaseError("layers", "at least 1", options.layers)
     from attn_ext.profile import calls, collect
 
     device = calls.pick_device(options.device)
@@ -65,6 +71,8 @@ def handle(options: argparse.Namespace) -> int:
         print(json.dumps(summary.to_dict(), indent=1))
     else:
         write(render(summary, f"attention of {case}", room(options.wide)))
+        if options.layers:
+            write(layers.render(summary, options.layers))
         print(
             f"\nwrote traces (open them at https://ui.perfetto.dev) and summary.json: {options.out}"
         )
