@@ -1,4 +1,4 @@
-"""Frameworks that tests run against: needed where .ci/run says so, else a test's reason to skip."""
+"""Frameworks that tests run against: needed where `make test` installs them, else a test's reason to skip."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def framework(name: str, least: str | None = None) -> Any:
     """The module of that name, at least of that version."""
     if os.environ.get("ATTN_EXT_NEEDS_FRAMEWORKS"):
         return importlib.import_module(name)
+    wanted = f"{name}>={least}" if least else name
     return pytest.importorskip(
-        name, reason=f"{name} is not installed: pip install --group frameworks"
+        name, minversion=least, reason=f"no {wanted}: pip install --group frameworks"
     )
