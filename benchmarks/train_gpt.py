@@ -66,15 +66,21 @@ def attention(
     return torchs, attn_ext.activated() if name == "activate" else pinned(name)
 
 
-def predicted_bytes(size: Size, parameters: int, name: str, dtype: str, batch: int) -> int:
-    """Peak memory of a step: state of the optimizer, what layers keep, the output or the scores."""
+def kept_bytes(size: Size, name: str, dtype: str, batch: int) -> int:
+    """What the layers keep of a forward pass for backward."""
     element, tokens = {"bf16": 2, "fp32": 4}[dtype], batch * size.seq
-    state = 16 * parameters  # in fp32: weights, gradients, two moments
-    layers = tokens * size.layers * size.width * (8 + 15 * element)  # two of them in fp32 always
-    output = tokens * size.vocabulary * 16  # logits, in fp32, their softmax, gradients
-    kept, working = SCORE_BYTES.get(name, {}).get(dtype, (0, 0))
-    scores = batch * size.heads * size.seq**2
-    return state + layers + kept * scores * size.layers + max(output, working * scores)
+    of_width = 8 + 15 * element  # fifteen tensors as wide as the model, and two in fp32 always
+    of_scores = SCORE_BYTES.get(name, {}).get(dtype, (0, 0))[0] * batch * size.heads * size.seq**2
+    return size.layers * (tokens * size.width * of_width + of_scores)
+
+
+def predicted_bytes(size: Size, parameters: int, name: str, dtype: str, batch: int) -> int:
+    """Peak memory of a step: the optimizer's state, what layers keep, the output or the scores."""
+    # In fp32 weights, gradients and two moments; in bf16 autocast's copy of the weights.
+    state = {"bf16": 18, "fp32": 16}[dtype] * parameters
+    output = batch * size.seq * size.vocabulary * 16  # logits, in fp32, their softmax, gradients
+    working = SCORE_BYTES.get(name, {}).get(dtype, (0, 0))[1] * batch * size.heads * size.seq**2
+    return state + kept_bytes(size, name, dtype, batch) + max(output, working)
 
 
 def micro_batch(options: argparse.Namespace, parameters: int, device: torch.device) -> int:

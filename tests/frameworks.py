@@ -1,4 +1,4 @@
-"""Frameworks that tests run against: needed where `make test` installs them, else a test's reason to skip."""
+"""Frameworks that tests run against; where `make test` installed them, none may be missing."""
 
 from __future__ import annotations
 
