@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_ext.profile import VARIANTS, Case, CaseError, Trace, cli, default_case, run
+from attn_ext.profile.calls import pinned, prepare
 from attn_ext.profile.options import case_of
 from attn_ext.sdpa import OWN_BACKENDS, TORCH_BACKENDS
 
@@ -84,6 +87,20 @@ def test_backward_is_part_of_the_step(tmp_path: Path) -> None:
         assert two["ops"] > one["ops"] and two["trace"] == one["trace"].replace(
             "eager", "eager_backward"
         )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_that_torch_counts(tmp_path: Path, backward: bool) -> None:
+    case = replace(TINY_CASE, heads=4, kv_heads=2, backward=backward)
+    variants = ["flash", *["naive", "math"] * (not backward)]
+    rows = run(variants, case, out=tmp_path, device="cpu", steps=1, warmup=1).rows
+    for row, call in zip(rows, prepare(variants, case, torch.device("cpu")), strict=True):
+        with FlopCounterMode(display=False) as counted, pinned(call):
+            call.make()
+        assert row.flops == counted.get_total_flops() > 0, row.variant
+        assert row.tflops is not None and row.call_us is not None and row.useful_flops is not None
+        assert row.tflops == pytest.approx(row.useful_flops / row.call_us / 1e6)
+        assert row.useful_flops < row.flops
 
 
 def test_options_reach_the_call(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import traces
 from traces import kernel, launch, naive_step, op, step, trace
 
-from attn_ext.profile import Row, Summary, Trace, figures, layers, table
+from attn_ext.profile import VARIANTS, Case, Row, Summary, Trace, figures, layers, table
 
 GPU = {"kind": "gpu", "device": "NVIDIA H200", "torch": "2.11.0+cu130", "cuda": "13.0",
        "cudnn": 91900, "threads": 8}  # fmt: skip
@@ -120,6 +121,34 @@ def test_the_longest_kernel_has_the_occupancy_and_any_kernel_the_tensor_cores() 
     assert row.tensor_cores is True
     assert row_of(step(0.0), launch(2, 5.0), softmax).tensor_cores is False
     assert row_of(step(0.0), launch(2, 5.0), kernel(2, 9.0, 1.0)).tensor_cores is None
+
+
+H200_RUN = Path(__file__).parent / "data" / "h200" / "forward"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_work_and_rates_of_a_run_on_an_h200(variant: str) -> None:
+    row = Row(variant, call_us=100.0)
+    figures.read_trace(row, Trace.load(H200_RUN / f"{Case().tag(variant)}.json.gz"), True)
+    figures.set_factors(Summary(GPU, [row]))
+    heads, seq, size = 8 * 16, 1024, 64
+    assert row.ran == [variant]
+    assert row.flops == 4 * heads * seq * seq * size
+    assert row.useful_flops == 4 * heads * seq * (seq + 1) // 2 * size
+    assert row.least_bytes == 4 * heads * seq * size * 2
+    assert row.gpu_us is not None and row.tflops is not None
+    assert row.tflops == pytest.approx(row.useful_flops / row.gpu_us / 1e6)
+    assert row.gbps == pytest.approx(row.least_bytes / row.gpu_us / 1e3)
+    assert row.limit == "compute" and row.peak_percent == pytest.approx(row.tflops / 9.894)
+    assert row.tensor_cores is (variant != "math")
+
+
+def test_our_kernels_under_torchs_op_are_named() -> None:
+    sdpa = op("aten::_scaled_dot_product_flash_attention", 1.0, 9.0)
+    ours = kernel(1, 20.0, 5.0, "attn_flash_fwd_sm90_d64_bf16_causal")
+    assert row_of(step(0.0), sdpa, launch(1, 2.0), ours).ran == ["sdpa_flash on attn_ext"]
+    theirs = kernel(1, 20.0, 5.0, "void pytorch_flash::flash_fwd_kernel<x>(y)")
+    assert row_of(step(0.0), sdpa, launch(1, 2.0), theirs).ran == ["sdpa_flash"]
 
 
 @pytest.mark.parametrize(

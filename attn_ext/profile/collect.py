@@ -128,6 +128,7 @@ def measure(
     sessions: dict[Case, list[_Session]] = {}
     slow: dict[str, str] = {}
     with on_device(device):
+        _wake(device)
         for case in cases:
             calls = prepare(variants, case, device)
             sessions[case] = [_Session(call, Row(call.variant), case) for call in calls]
@@ -155,6 +156,13 @@ def measure(
         summaries.append(Summary(about, [session.row for session in measured]))
         set_factors(summaries[-1])
     return summaries
+
+
+def _wake(device: torch.device) -> None:
+    """Loads what every variant shares, or the first one would pay for it in its cold call."""
+    square = torch.ones(16, 16, device=device)
+    square @ square
+    synchronize(device)
 
 
 class _Progress:

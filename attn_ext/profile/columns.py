@@ -36,6 +36,14 @@ def _percent(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}"
 
 
+def _rate(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _of_peak(row: Row) -> str | None:
+    return None if row.peak_percent is None else f"{row.peak_percent:.0f}% {row.limit}"
+
+
 def _bound(row: Row) -> str | None:
     return None if row.busy is None else f"{row.bound} {row.busy:.0%}"
 
@@ -67,6 +75,17 @@ def columns(summary: Summary) -> list[Column]:
         Column(f"{unit} us", lambda row: us(row.call_us), f"wall time of a {unit}, not profiled"),
         Column("CPU us", lambda row: us(row.cpu_us), "time to issue it, not profiled", 1),
         Column("bound", _bound, f"which sets the pace, and GPU us / {unit} us", 2),
+        Column(
+            "TFLOP/s",
+            lambda row: _rate(row.tflops),
+            "work that the mask lets through, over that time",
+            2,
+        ),
+        Column("of peak", _of_peak, "of the peak that the work would reach first, by its limit", 5),
+        Column(
+            "GB/s", lambda row: _rate(row.gbps), "the least that must be moved, over the time", 6
+        ),
+        Column("ran", lambda row: ", ".join(row.ran) or None, "backend in the trace", 8),
         Column(
             "occ %",
             lambda row: _percent(row.occupancy_percent),

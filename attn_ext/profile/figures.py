@@ -7,16 +7,13 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from attn_ext.profile.event import Event
 from attn_ext.profile.kernel_name import decode
-from attn_ext.profile.occupancy import devices, occupancy_of
+from attn_ext.profile.roofline import bound
 from attn_ext.profile.trace import Region, Trace
 
 #: Version of what to_dict writes. A key that is absent is unknown; 0 is a figure. The version is
 #: raised where a key goes or changes its meaning, not where one is added.
 SCHEMA = 1
-#: Busy at least this much of the wall time: the device sets the pace. At most this much: the host.
-_GPU_BOUND, _CPU_BOUND = 0.9, 0.7
 
 
 @dataclass
@@ -36,6 +33,14 @@ class Row:
         factor: how many times as fast as the first row that ran.
         busy: gpu_us / call_us, how much of the time the device works.
         bound: "GPU", "CPU" or "mixed", by `busy`: which of them sets the pace.
+        ran: backends of the attention calls, as the trace has them.
+        flops: of the attention calls' matrix products, as torch counts: every pair of query and
+            key. useful_flops leaves out the pairs that a causal mask hides.
+        least_bytes: what the attention calls must move, each operand and result once.
+        tflops, gbps: useful_flops and least_bytes over the time, in 10^12 and 10^9 a second. The
+            time is that of `factor`, so for a step of a script they are of all that it does.
+        limit, peak_percent: the peak of the device that such work would reach first, "compute" or
+            "memory", and how much of it is reached.
         longest_kernel: the name of the kernel that takes the most time.
         occupancy_percent, occupancy_limiters: of that kernel, from its launch and the device; what
             allows no more of it. theoretical_occupancy_percent leaves the size of the grid out.
@@ -63,6 +68,14 @@ class Row:
     factor: float | None = None
     busy: float | None = None
     bound: str | None = None
+    ran: list[str] = field(default_factory=list)
+    flops: int | None = None
+    useful_flops: int | None = None
+    least_bytes: int | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    limit: str | None = None
+    peak_percent: float | None = None
     longest_kernel: str | None = None
     occupancy_percent: float | None = None
     theoretical_occupancy_percent: float | None = None
@@ -121,10 +134,14 @@ def set_factors(summary: Summary) -> None:
     for row in summary.rows:
         own = time(row)
         row.factor = base / own if base and own else None
-        if row.gpu_us is not None and row.call_us:
+        if own and row.useful_flops:
+            row.tflops = row.useful_flops / own / 1e6
+        if own and row.least_bytes:
+            row.gbps = row.least_bytes / own / 1e3
+        if row.gpu_us and row.call_us:
             row.busy = row.gpu_us / row.call_us
-            gpu, cpu = row.busy >= _GPU_BOUND, row.busy <= _CPU_BOUND
-            row.bound = "GPU" if gpu else "CPU" if cpu else "mixed"
+        if found := bound(row.gpu_us, row.call_us):
+            row.bound = found.verdict
 
 
 def read_trace(row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | None = None) -> None:
@@ -132,7 +149,9 @@ def read_trace(row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | N
     steps = trace.steps if steps is None else steps
     if not steps:
         row.notes.append("the trace has no step")
-    elif on_gpu:
+        return
+    _read_attention(row, steps[0])
+    if on_gpu:
         _read_device(row, trace, steps)
     else:
         _read_host(row, steps)
@@ -178,22 +197,36 @@ def _read_device(row: Row, trace: Trace, steps: Sequence[Region]) -> None:
     sizes = [copy.bytes for copy in whole[0].memcpy]
     if row.memcpy is not None and None not in sizes:
         row.memcpy_bytes = sum(size or 0 for size in sizes)
-    if whole[0].kernels:
-        _read_kernels(row, trace, whole[0].kernels)
+    _read_kernels(row, whole)
 
 
-def _read_kernels(row: Row, trace: Trace, kernels: Sequence[Event]) -> None:
-    """What the kernels of a step are: their names, and how well the longest fills the device."""
-    cores = [decode(kernel.name).tensor_cores for kernel in kernels]
-    row.tensor_cores = True if True in cores else None if None in cores else False
-    longest = max(kernels, key=lambda kernel: kernel.duration_us)
-    row.longest_kernel = longest.name
-    if found := occupancy_of(longest, devices(trace.metadata)):
+def _read_kernels(row: Row, steps: Sequence[Region]) -> None:
+    """What the kernels of a step are, and how near to the device's peaks they come."""
+    step = steps[0]
+    row.tensor_cores = step.tensor_cores
+    row.longest_kernel = step.longest.name if step.longest else None
+    if found := step.occupancy:
         row.occupancy_percent = found.achieved_percent
         row.theoretical_occupancy_percent = found.theoretical_percent
         row.occupancy_limiters = list(found.limiters)
         if found.kineto_why:
             row.kineto_occupancy_percent = found.kineto_percent
+    places = [place for step in steps if (place := step.roofline)]
+    if len(places) == len(steps):
+        row.limit = places[0].limit
+        row.peak_percent = median(place.percent for place in places)
+
+
+def _read_attention(row: Row, step: Region) -> None:
+    """Its attention calls: what ran, and the least work that they ask for."""
+    row.ran = list(dict.fromkeys(_ran(step, call.backend) for call in step.calls))
+    row.flops, row.useful_flops, row.least_bytes = step.flops, step.useful_flops, step.bytes
+
+
+def _ran(step: Region, backend: str) -> str:
+    """The backend's name, and whose kernels are under it where attn_ext.activate() put ours."""
+    ours = any(decode(k.name).family == "attn_ext" for k in step.kernels)
+    return f"{backend} on attn_ext" if ours and backend == "sdpa_flash" else backend
 
 
 def _agreed(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_ext.profile import VARIANTS, Case, Summary, run
 from attn_ext.profile.calls import Call, pinned, prepare
@@ -152,3 +153,15 @@ def test_twenty_sessions_count_the_same_or_say_what_they_lost(tmp_path: Path) ->
         (row,) = run(["flash"], case, out=tmp_path, device="cuda", steps=2, warmup=2).rows
         assert row.error is None and row.launches == 2
         assert row.kernels == 1 or (row.lost and "lost" in row.notes[0])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("variant", ["flash", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"])
+def test_flops_are_those_that_torch_counts(variant: str, backward: bool, tmp_path: Path) -> None:
+    case = Case(batch=2, heads=4, kv_heads=4, seq=256, backward=backward)
+    (row,) = run([variant], case, out=tmp_path, device="cuda", steps=1).rows
+    assert row.error is None and row.ran == [variant]
+    call = prepared(variant, case)
+    with FlopCounterMode(display=False) as counted, pinned(call):
+        call.make()
+    assert row.flops == counted.get_total_flops() > 0
