@@ -130,6 +130,25 @@ def test_a_prompt_in_pieces(device, name) -> None:
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_as_one_graph(device) -> None:
+    model = build("llama", device)
+    model.set_attn_implementation(register("flash"))
+    ids = torch.randint(1, 61, (2, 10), device=device)
+    keep = torch.ones_like(ids)
+    keep[1, 6:] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": keep}):
+        results = []
+        for call in (compiled, model):
+            model.zero_grad()
+            logits = call(**inputs, use_cache=False).logits
+            logits[:, :6].square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            results.append([logits.detach()[:, :6], *grads])
+        for ours, plain in zip(*results, strict=True):
+            torch.testing.assert_close(ours, plain)
+
+
 def test_a_causal_model_does_not_see_what_follows(device) -> None:
     model = build("llama", device).eval()
     model.set_attn_implementation(register("flash"))
