@@ -46,6 +46,10 @@ def test_a_script_as_it_is_and_on_our_kernels(
     assert [row["variant"] for row in found["rows"]] == ["as_is", "naive"]
     assert all(row["call_us"] > 0 and row["ops"] > 0 for row in found["rows"])
     assert found["rows"][0]["factor"] == 1.0
+    for row in found["rows"]:
+        assert row["attention_calls"] == 1 and 0 < row["attention_share"] < 1
+        assert row["forward_us"] > 0 and row["backward_us"] > 0
+    assert [row["ran"] for row in found["rows"]] == [["sdpa_flash"], ["naive"]]
     as_is = op_names(folder, "train_as_is.json.gz")
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in as_is
     assert not any(name.startswith("attn_ext::") for name in as_is)

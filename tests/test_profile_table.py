@@ -143,6 +143,32 @@ def test_work_and_rates_of_a_run_on_an_h200(variant: str) -> None:
     assert row.tensor_cores is (variant != "math")
 
 
+def test_forward_and_backward_are_told_apart() -> None:
+    """Together they are all of the device's time, since a step of a run is a call of attention."""
+    folder = H200_RUN.parent / "backward"
+    row = Row("sdpa_flash")
+    trace = Trace.load(folder / f"{Case(backward=True).tag('sdpa_flash')}.json.gz")
+    figures.read_trace(row, trace, True)
+    assert row.forward_us and row.backward_us and row.gpu_us and row.attention_calls == 1
+    assert row.backward_us > 2 * row.forward_us
+    assert row.forward_us + row.backward_us == pytest.approx(row.gpu_us, rel=0.01)
+    assert row.attention_share == pytest.approx(1, abs=0.01)
+    heads = line_of(text_of(Summary(GPU, [row])), "variant")
+    assert "GPU us fwd us bwd us" in heads and "attn %" not in heads
+
+
+def test_attention_is_a_part_of_a_step() -> None:
+    entries = [
+        step(0.0), op("aten::mm", 1.0, 9.0), op("attn_ext::flash_attention_forward", 20.0, 9.0),
+        launch(1, 2.0), kernel(1, 30.0, 30.0), launch(2, 22.0), kernel(2, 60.0, 10.0),
+    ]  # fmt: skip
+    row = row_of(*entries)
+    assert (row.attention_calls, row.forward_us, row.backward_us) == (1, 10.0, None)
+    assert row.attention_share == 0.25
+    text = text_of(Summary(GPU | {"unit": "step"}, [row]))
+    assert "attn  fwd us  attn %" in text and line_of(text, "naive").startswith("naive 2 0 0 40.0")
+
+
 def test_our_kernels_under_torchs_op_are_named() -> None:
     sdpa = op("aten::_scaled_dot_product_flash_attention", 1.0, 9.0)
     ours = kernel(1, 20.0, 5.0, "attn_flash_fwd_sm90_d64_bf16_causal")

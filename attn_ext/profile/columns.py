@@ -56,6 +56,7 @@ def columns(summary: Summary) -> list[Column]:
     """The columns of which at least one cell is known."""
     base = summary.base
     unit = summary.unit
+    time = "device's time" if summary.on_gpu else "host's time, profiled"
     by = "GPU us" if summary.by_device else f"{unit} us"
     all_columns = [
         Column("kernels", lambda row: count(row.kernels), f"kernels of a {unit}"),
@@ -63,6 +64,14 @@ def columns(summary: Summary) -> list[Column]:
         Column("memset", lambda row: count(row.memset), "fills by the device", 3),
         Column("lost", lambda row: count(row.lost), "launches of the run without a kernel seen"),
         Column("GPU us", lambda row: us(row.gpu_us), f"sum of a {unit}'s device events"),
+        Column("attn", lambda row: count(row.attention_calls), "calls of attention in it"),
+        Column("fwd us", lambda row: us(row.forward_us), f"forward attention, of the {time}", 1),
+        Column("bwd us", lambda row: us(row.backward_us), f"its gradients, of the {time}", 1),
+        Column(
+            "attn %",
+            lambda row: None if row.attention_share is None else f"{row.attention_share:.0%}",
+            f"what both are of the {time}",
+        ),
         Column("ops", lambda row: count(row.ops), f"operators of a {unit}, nested ones included"),
         Column("copies", lambda row: count(row.copies), "tensors copied by them"),
         Column("copied MiB", lambda row: mib(row.copy_bytes), "written by the copies"),
@@ -108,4 +117,10 @@ def columns(summary: Summary) -> list[Column]:
     ]
     if not any(row.lost for row in summary.rows):
         all_columns = [column for column in all_columns if column.title != "lost"]
+    if unit == "call":  # it is all attention
+        all_columns = [c for c in all_columns if c.title not in ("attn", "attn %")]
+        if not any(row.backward_us for row in summary.rows):
+            all_columns = [c for c in all_columns if c.title not in ("fwd us", "bwd us")]
+    else:
+        all_columns = [c for c in all_columns if c.title not in ("TFLOP/s", "GB/s", "of peak")]
     return [c for c in all_columns if any(c.cell(row) is not None for row in summary.rows)]

@@ -33,6 +33,10 @@ class Row:
         factor: how many times as fast as the first row that ran.
         busy: gpu_us / call_us, how much of the time the device works.
         bound: "GPU", "CPU" or "mixed", by `busy`: which of them sets the pace.
+        attention_calls: forward calls of attention.
+        forward_us, backward_us: time of the attention calls, in us: of the device's events on a
+            GPU, else of the host while profiled. A median over the steps, as gpu_us.
+        attention_share: what part of the device's time, or of the step, they are.
         ran: backends of the attention calls, as the trace has them.
         flops: of the attention calls' matrix products, as torch counts: every pair of query and
             key. useful_flops leaves out the pairs that a causal mask hides.
@@ -68,6 +72,10 @@ class Row:
     factor: float | None = None
     busy: float | None = None
     bound: str | None = None
+    attention_calls: int | None = None
+    forward_us: float | None = None
+    backward_us: float | None = None
+    attention_share: float | None = None
     ran: list[str] = field(default_factory=list)
     flops: int | None = None
     useful_flops: int | None = None
@@ -150,7 +158,7 @@ def read_trace(row: Row, trace: Trace, on_gpu: bool, steps: Sequence[Region] | N
     if not steps:
         row.notes.append("the trace has no step")
         return
-    _read_attention(row, steps[0])
+    _read_attention(row, trace, steps, on_gpu)
     if on_gpu:
         _read_device(row, trace, steps)
     else:
@@ -217,10 +225,32 @@ def _read_kernels(row: Row, steps: Sequence[Region]) -> None:
         row.peak_percent = median(place.percent for place in places)
 
 
-def _read_attention(row: Row, step: Region) -> None:
-    """Its attention calls: what ran, and the least work that they ask for."""
-    row.ran = list(dict.fromkeys(_ran(step, call.backend) for call in step.calls))
-    row.flops, row.useful_flops, row.least_bytes = step.flops, step.useful_flops, step.bytes
+def _read_attention(row: Row, trace: Trace, steps: Sequence[Region], on_gpu: bool) -> None:
+    """Its attention calls: what ran, the least work that they ask for, and their time."""
+    first = steps[0]
+    row.ran = list(dict.fromkeys(_ran(first, call.backend) for call in first.calls))
+    row.flops, row.useful_flops, row.least_bytes = first.flops, first.useful_flops, first.bytes
+    calls = trace.attention()
+    inside = [
+        [call for call in calls if step.span.start_us <= call.span.start_us <= step.span.end_us]
+        for step in steps
+    ]
+
+    def time(backward: bool) -> float | None:
+        """Median over the steps in which nothing was lost."""
+        sums = [
+            sum(call.gpu_us if on_gpu else call.cpu_us for call in of_step)
+            for step, all_calls in zip(steps, inside, strict=True)
+            if (of_step := [c for c in all_calls if c.calls[0].backward is backward])
+            and not step.lost
+        ]
+        return median(sums) if sums and (trace.saw_device or not on_gpu) else None
+
+    row.attention_calls = sum(not call.backward for call in first.calls) or None
+    row.forward_us, row.backward_us = time(backward=False), time(backward=True)
+    whole = [step.gpu_us if on_gpu else step.span.duration_us for step in steps if not step.lost]
+    if row.forward_us is not None and (total := median(whole)):
+        row.attention_share = (row.forward_us + (row.backward_us or 0.0)) / total
 
 
 def _ran(step: Region, backend: str) -> str:
