@@ -151,6 +151,18 @@ class Region:
             return None
         return place(device.name, dtypes.pop(), self.useful_flops, self.bytes, self.gpu_us)
 
+    def path(self, event: Event) -> list[str]:
+        """The names of the ops round an event, outermost first: for an event of the device, round
+        the call that started it. Empty where none of the region is."""
+        at = event
+        if event.category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            calls = [call for call in self.runtime if call.correlation == event.correlation]
+            if event.correlation is None or not calls:
+                return []
+            at = calls[0]
+        around = [op for op in self.ops if op is not event and _encloses(op, at)]
+        return [op.name for op in sorted(around, key=lambda op: (op.start_us, -op.duration_us))]
+
     def find_lost(self, started: Mapping[int, object]) -> None:
         """Fills `lost`, from the correlations that have device events."""
         launches = self.launches

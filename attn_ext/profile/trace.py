@@ -61,7 +61,7 @@ class Trace:
             "gpu_memset": self.memset,
             "cpu_instant_event": self.allocations,
         }
-        for event in _events(document["traceEvents"]):
+        for event in _events(document.get("traceEvents", [])):
             if event.category != "cpu_instant_event" or _is_host_allocation(event):
                 lists.get(event.category, []).append(event)
         for events in lists.values():

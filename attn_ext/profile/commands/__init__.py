@@ -11,6 +11,8 @@ COMMANDS = (
     "exec",
     "report",
     "view",
+    "check",
+    "diff",
     "decode",
     "ncu",
     "env",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -15,6 +15,7 @@ from attn_ext.profile.case import Case
 from attn_ext.profile.event import Event
 from attn_ext.profile.figures import SCHEMA, Row, Summary, read_trace, set_factors
 from attn_ext.profile.occupancy import Device, devices
+from attn_ext.profile.saved import read_summaries
 from attn_ext.profile.trace import Region, Trace, TraceError
 
 #: What `attn-ext run` and `attn-ext sweep` write beside their traces.
@@ -109,31 +110,8 @@ def _is_summary(path: Path) -> bool:
     return b'"schema"' in head and head.lstrip()[:1] == b"{"
 
 
-def _read_summaries(path: Path) -> list[Summary]:
-    """The summary of a run, or those of a sweep, one for each length."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        schema = document["schema"]
-        found = document.get("summaries", [document])
-        pairs = [(facts, facts.pop("rows")) for facts in found]
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"{path}: damaged, or not the summary of a run: {error}") from error
-    if schema != SCHEMA:
-        raise TraceError(f"{path}: expected schema {SCHEMA}, got {schema}")
-    known = {name.name for name in fields(Row)}
-    try:
-        return [
-            Summary(facts, [Row(**{k: row[k] for k in row if k in known}) for row in rows])
-            for facts, rows in pairs
-        ]
-    except (TypeError, AttributeError) as error:
-        raise TraceError(f"{path}: damaged rows: {error}") from error
-
-
 def _add_summaries(groups: dict[str, Group], path: Path, region: str | None) -> None:
-    for number, summary in enumerate(_read_summaries(path)):
+    for number, summary in enumerate(read_summaries(path)):
         group = Group(_title(summary, path), summary)
         groups[f"{number} of {path.resolve()}"] = group
         for row in summary.rows:
@@ -161,7 +139,7 @@ def _measured(path: Path) -> tuple[dict[str, Any], Row] | None:
     """The facts and the row of the run that wrote the trace."""
     for name in (SUMMARY, SWEEP):
         if (beside := path.parent / name).is_file():
-            for summary in _read_summaries(beside):
+            for summary in read_summaries(beside):
                 for row in summary.rows:
                     if row.trace == path.name:
                         return summary.facts, row
