@@ -67,8 +67,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def prepare(variants: Sequence[str], case: Case, device: torch.device) -> list[Call]:
-    """The variants' calls on the same random tensors."""
+def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random query, key and value, which ask for gradients where the case does."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -77,12 +77,19 @@ def prepare(variants: Sequence[str], case: Case, device: torch.device) -> list[C
             generator=generator,
             dtype=getattr(torch, DTYPES[case.dtype]),
             device=device,
+            requires_grad=case.backward,
         )
 
-    query, key, value = (normal(n) for n in (case.heads, case.kv_heads, case.kv_heads))
-    grad_out = normal(case.heads) if case.backward else None
-    for tensor in (query, key, value):
-        tensor.requires_grad_(case.backward)
+    return normal(case.heads), normal(case.kv_heads), normal(case.kv_heads)
+
+
+def prepare(variants: Sequence[str], case: Case, device: torch.device) -> list[Call]:
+    """The variants' calls on the same random tensors.
+
+    "sdpa" is F.scaled_dot_product_attention with no backend pinned, "auto" attn_ext's own choice.
+    """
+    query, key, value = inputs(case, device)
+    grad_out = inputs(case, device)[0].detach() if case.backward else None
     calls = []
     for variant in variants:
         attention = _attention(variant, case)
@@ -112,7 +119,7 @@ def _attention(variant: str, case: Case) -> Callable[..., Tensor]:
             query, key, value, is_causal=case.causal, enable_gqa=grouped
         )
 
-    function = torchs if variant in TORCH_BACKENDS else own
+    function = torchs if variant in (*TORCH_BACKENDS, "sdpa") else own
     if not case.compile:
         return function
     # Dynamo caches by code object and does not guard on the backend that is pinned: without a

@@ -14,6 +14,7 @@ COMMANDS = (
     "check",
     "diff",
     "decode",
+    "explain",
     "ncu",
     "env",
 )
