@@ -144,10 +144,11 @@ int attn_flash_bwd_sm80_launch(const struct flash_bwd_instance *instance,
   const bool plain = plan.aligned && args->mask.data == NULL && args->softcap == 0 &&
                      args->dropout_p == 0 && args->scale > 0 && args->grad_query.data != NULL &&
                      args->grad_key.data != NULL && args->grad_value.data != NULL;
-  const struct flash_bwd_kernel *kernel =
-      (plain ? &instance->plain : &instance->general)->shared > most_shared ? &instance->small
-      : plain                                                               ? &instance->plain
-                                                                            : &instance->general;
+  const struct flash_bwd_kernel *kernel = plain ? &instance->plain : &instance->general;
+  if (kernel->shared > most_shared)
+    kernel = &instance->general; /* it takes smaller tiles than plain */
+  if (kernel->shared > most_shared)
+    kernel = &instance->small;
 
   plan.q_blocks = (int)ceil_div(args->seq_q, kernel->block_q);
   plan.k_blocks = (int)ceil_div(args->seq_k, kernel->block_k);

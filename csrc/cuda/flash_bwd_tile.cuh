@@ -18,9 +18,6 @@ enum kind { PLAIN, GENERAL, SMALL };
 
 /* SPLIT warps share 32 keys and divide the queries of S, then the columns of dV and dK: where one
  * warp's registers could not hold the sums of all columns. */
-#ifndef T_Q
-#  define T_Q 64
-#endif
 template <int KIND> struct tile {
   static constexpr bool IS_SMALL = KIND == SMALL;
   static constexpr int SPLIT = HEAD_DIM <= 128 ? 1 : 2;
@@ -29,7 +26,8 @@ template <int KIND> struct tile {
   static constexpr int WARP_K = 16 * M, BLOCK_K = KEY_WARPS * WARP_K;
   static constexpr int BLOCK_Q = IS_SMALL && HEAD_DIM != 32 && HEAD_DIM != 96              ? 32
                                  : KIND == GENERAL && (HEAD_DIM == 128 || HEAD_DIM == 256) ? 32
-                                                                                           : T_Q;
+                                 : KIND == PLAIN && HEAD_DIM == 64                         ? 128
+                                                                                           : 64;
   static constexpr int WARP_Q =
       BLOCK_Q / SPLIT; /* queries of a warp's part of S, in steps of SUB */
   static constexpr int SUB = BLOCK_Q >= 128 ? 64 : WARP_Q < 32 ? WARP_Q : 32;
