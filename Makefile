@@ -49,8 +49,9 @@ bench: build  ## writes benchmarks/results
 	$(PY) -m attn_ext.profile run --out build/profile
 	$(PY) benchmarks/readme_tables.py --keep build/profile/summary.json
 
-tables:  ## the README's tables, from benchmarks/results
+tables:  ## the README's tables, from benchmarks/results, and STORY.md, from traces of an H200
 	$(PY) benchmarks/readme_tables.py
+	$(PY) -m attn_ext.profile story --from tests/data/h200/forward --page STORY.md
 
 lint: $(ready)
 	$(PY) -m ruff check

@@ -47,7 +47,7 @@ def where(summary: Summary) -> str:
 
 def render(summary: Summary, title: str, width: int | None = WIDTH) -> list[Line]:
     """The table: title, where it ran, a row for each variant, notes, what the columns mean."""
-    shown, left_out = _fitting(columns(summary), summary.rows, width)
+    shown, left_out = fitting(columns(summary), summary.rows, width)
     lines = [[Span(cut(title), "bold")], [Span(cut(where(summary)), "dim")], []]
     lines += grid(
         ["variant", *(column.title for column in shown)],
@@ -75,8 +75,8 @@ def _cells(row: Row, shown: list[Column]) -> list[str]:
     return [column.cell(row) or UNKNOWN for column in shown]
 
 
-def _fitting(
-    all_columns: list[Column], rows: list[Row], width: int | None
+def fitting(
+    all_columns: list[Column], rows: list[Row], width: int | None = WIDTH
 ) -> tuple[list[Column], list[Column]]:
     """The columns for which there is room, and those that had to go."""
     shown = list(all_columns)

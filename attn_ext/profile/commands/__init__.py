@@ -9,6 +9,7 @@ COMMANDS = (
     "run",
     "sweep",
     "exec",
+    "story",
     "report",
     "view",
     "check",
