@@ -103,6 +103,18 @@ def test_the_command_has_the_ops_where_it_asks_for_them(run_python) -> None:
     assert "cannot import name 'nothing'" in result.stderr
 
 
+def test_a_reader_that_has_enough_is_no_error(run_python) -> None:
+    """As in `attn-ext ncu flash | true`."""
+    code = (
+        "import subprocess, sys; "
+        "command = [sys.executable, '-m', 'attn_ext.profile', 'ncu', 'flash']; "
+        "child = subprocess.Popen(command, stdout=subprocess.PIPE); child.stdout.close(); "
+        "sys.exit(child.wait())"
+    )
+    result = run_python(code)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([])

@@ -10,9 +10,12 @@
 microseconds, sizes in bytes. `run` needs torch; reading a trace needs the standard library alone.
 
     case     what is profiled           trace       a trace as regions and their events
-    collect  runs and measures          figures     regions as the figures of a row
-    cli      the command                table       rows as text
-    options  what its parts share       commands    the subcommands, a module each
+    calls    a call of each variant     figures     regions as the figures of a row
+    collect  runs and measures          columns     which figures a table shows; layers, its depth
+    sweep    lengths; growth, plot      table       rows as text
+    record   a user's script; script    cli         the command; options, what its parts share
+    choice   which backend a call gets  commands    the subcommands, a module each
+    story    guess by guess, as a page  environment versions and devices; machine, for a summary
     event    one event of a trace       kernel_name what a kernel's name says
     region   what happened in a range   occupancy   how busy a kernel keeps the GPU, and why no more
     attention finds attention calls     roofline    host or GPU, compute or memory: what limits

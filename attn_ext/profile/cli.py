@@ -5,6 +5,7 @@ Exit status: 0, or 2 with one line where the command is wrong, or what the subco
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -27,10 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         status: int = options.handler(options)
+        sys.stdout.flush()
     except InputError as error:
         message = str(error)
         if isinstance(error, CaseError) and not error.field.isupper():
             message = message.replace(error.field, option(error.field), 1)
         print(f"attn-ext {options.command}: {message}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Who reads the output has enough, as `head` does. Python would fail once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status

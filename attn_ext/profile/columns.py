@@ -108,7 +108,11 @@ def columns(summary: Summary) -> list[Column]:
             7,
         ),
         Column("tensor cores", lambda row: _yes(row.tensor_cores), "as kernels' names tell", 6),
-        Column("peak MiB", lambda row: mib(row.peak_bytes), "allocated on top of the inputs"),
+        Column(
+            "peak MiB",
+            lambda row: mib(row.peak_bytes),
+            "allocated on top of the inputs" if unit == "call" else "most memory held in a step",
+        ),
         Column(
             f"vs {base.variant if base else ''}",
             lambda row: None if row.factor is None else f"{row.factor:.2f}x",

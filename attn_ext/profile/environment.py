@@ -126,8 +126,16 @@ def _torch() -> Facts:
         "threads": torch.get_num_threads(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "SDPA backends allowed": ", ".join(name for name, yes in enabled.items() if yes),
+        "flash implementation": _flash_implementation(),
         "float32 matmul": torch.get_float32_matmul_precision(),
     }
+
+
+def _flash_implementation() -> str:
+    """Whose kernels are under torch's flash backend."""
+    import attn_ext
+
+    return "attn_ext, by activate()" if attn_ext.is_active() else "torch's"
 
 
 def _gpus() -> Facts:

@@ -29,7 +29,8 @@ class Row:
         cold_us: wall time of the variant's first call, in us: what it compiles, plans and loads.
         call_us: wall time of a call, in us, nothing profiled.
         cpu_us: time to issue a call, in us, before the device is done with it.
-        peak_bytes: most bytes allocated at once in a call, on top of its inputs.
+        peak_bytes: most bytes allocated at once in a call, on top of its inputs; in a step of a
+            script, most bytes held at once.
         factor: how many times as fast as the first row that ran.
         busy: gpu_us / call_us, how much of the time the device works.
         bound: "GPU", "CPU" or "mixed", by `busy`: which of them sets the pace.
