@@ -22,6 +22,7 @@ microseconds, sizes in bytes. `run` needs torch; reading a trace needs the stand
     shape    shapes, FLOPs and bytes    guess       the language of guesses; fields, what it knows
     verdicts checks guesses             findings    explains those that missed
     compare  what changed in a trace    saved       reads back what a run left
+    stream   a file, piece by piece
 
     for call in Trace.load("any.pt.trace.json.gz").attention():  # forward and backward apart
         call.name, len(call.kernels), call.gpu_us, call.cpu_us, call.tflops, call.bound

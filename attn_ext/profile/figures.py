@@ -240,7 +240,7 @@ def _read_attention(row: Row, trace: Trace, steps: Sequence[Region], on_gpu: boo
     def time(backward: bool) -> float | None:
         """Median over the steps in which nothing was lost."""
         sums = [
-            sum(call.gpu_us if on_gpu else call.cpu_us for call in of_step)
+            sum((call.gpu_us if on_gpu else call.cpu_us) or 0.0 for call in of_step)
             for step, all_calls in zip(steps, inside, strict=True)
             if (of_step := [c for c in all_calls if c.calls[0].backward is backward])
             and not step.lost

@@ -202,7 +202,7 @@ def _pin_inside(missed: Missed) -> Iterator[Finding]:
     """Python between the range and its ops, such as a context manager entered in each call."""
     step = missed.step
     ops = [op for op in step.ops if op.tid == step.span.tid]
-    if not ops or not step.calls:
+    if not ops or not step.calls or step.cpu_us is None:
         return
     outside = step.cpu_us - (max(op.end_us for op in ops) - min(op.start_us for op in ops))
     if outside >= max(_OUTSIDE_US, _OUTSIDE_SHARE * step.span.duration_us):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Kernel:
         return f"{self.title}: {', '.join(fact for fact in facts if fact)}"
 
 
+@lru_cache(maxsize=4096)
 def decode(name: str) -> Kernel:
     """Reads a name as a trace has it, mangled or not."""
     for pattern, read in _RULES:

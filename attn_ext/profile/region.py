@@ -12,6 +12,9 @@ from attn_ext.profile.kernel_name import decode
 from attn_ext.profile.occupancy import Device, Occupancy, occupancy_of
 from attn_ext.profile.roofline import Bound, Roofline, bound, place
 
+#: Category of the span of a call inside a replayed CUDA graph: the moment of its launch.
+GRAPH = "cuda_graph"
+
 # aten::mul, not "autograd::engine::evaluate_function: MulBackward0" or "Torch-Compiled Region".
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 
@@ -79,11 +82,14 @@ class Region:
         return peak
 
     @property
-    def cpu_us(self) -> float:
-        """Time of the host to issue the work, in us: its parts, without waits for the device.
+    def cpu_us(self) -> float | None:
+        """Time of the host to issue the work, in us: its parts, without waits for the device; None
+        where it has none of its own (a call inside a replayed CUDA graph).
 
         A profiled host is slower: compare with `Row.cpu_us`, measured without.
         """
+        if self.span.category == GRAPH:
+            return None
         parts = self.parts or [self.span]
         waits = [call for call in self.runtime if "Synchronize" in call.name]
         waited = sum(

@@ -8,23 +8,24 @@ started them: both carry the same correlation id, whenever the device got to the
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
+import gc
+import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from attn_ext.profile import stream
 from attn_ext.profile.attention import Call, find
-from attn_ext.profile.errors import InputError
 from attn_ext.profile.event import Copy, Event, is_launch
+from attn_ext.profile.kernel_name import decode
 from attn_ext.profile.occupancy import Device, devices
-from attn_ext.profile.region import Region
+from attn_ext.profile.region import GRAPH, Region
+from attn_ext.profile.stream import TraceError
 
 __all__ = ["STEP", "Copy", "Event", "Region", "Trace", "TraceError", "is_launch"]
 
@@ -32,15 +33,16 @@ __all__ = ["STEP", "Copy", "Event", "Region", "Trace", "TraceError", "is_launch"
 STEP = "attn_ext.step"
 
 
-class TraceError(InputError):
-    """A file that is not a trace, or only a part of one. The text names the file and the reason."""
-
-
 class Trace:
     """A trace in memory. `Trace.load(path)` reads one; no GPU and no torch are needed."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        """`document` is the parsed JSON object, with its "traceEvents"."""
+    def __init__(self, document: Mapping[str, Any], name: str = "trace") -> None:
+        """`document` is the parsed JSON object; its "traceEvents" may come one by one.
+
+        Raises:
+            TraceError: of several processes, whose launches cannot be told apart; starts with
+                `name`.
+        """
         #: All that stands beside the events: schemaVersion, deviceProperties, ...
         self.metadata = {key: value for key, value in document.items() if key != "traceEvents"}
         self.ops: list[Event] = []
@@ -61,11 +63,13 @@ class Trace:
             "gpu_memset": self.memset,
             "cpu_instant_event": self.allocations,
         }
-        for event in _events(document.get("traceEvents", [])):
-            if event.category != "cpu_instant_event" or _is_host_allocation(event):
-                lists.get(event.category, []).append(event)
+        with _without_collector():
+            for event in _events(document.get("traceEvents", ()), lists):
+                if event.category != "cpu_instant_event" or _is_host_allocation(event):
+                    lists[event.category].append(event)
         for events in lists.values():
             events.sort(key=lambda event: event.start_us)
+        self._refuse_mixed(name)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
@@ -74,26 +78,18 @@ class Trace:
         Raises:
             TraceError: not a file that can be read, damaged, or not a trace.
         """
-        try:
-            raw = Path(path).read_bytes()
-        except OSError as error:
-            raise TraceError(f"{path}: {error.strerror}") from error
-        try:
-            text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise TraceError(f"{path}: damaged or truncated gzip: {error}") from error
-        if not text.strip():
-            raise TraceError(f"{path}: expected a Chrome trace, got an empty file")
-        try:
-            # Op names may hold control characters and bytes that are not UTF-8.
-            document = json.loads(text.decode(errors="replace"), strict=False)
-        except ValueError as error:
-            raise TraceError(f"{path}: damaged or truncated JSON: {error}") from error
-        if isinstance(document, list):  # the format allows the bare array of events
-            document = {"traceEvents": document}
-        if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-            raise TraceError(f"{path}: expected a Chrome trace, got JSON without traceEvents")
-        return cls(document)
+        metadata: dict[str, Any] = {}
+
+        def events() -> Iterator[Any]:
+            for key, value in stream.read(path):
+                if key is None:
+                    yield value
+                else:
+                    metadata[key] = value
+
+        trace = cls({"traceEvents": events()}, str(path))
+        trace.metadata = metadata
+        return trace
 
     @property
     def saw_device(self) -> bool:
@@ -120,8 +116,9 @@ class Trace:
 
     @cached_property
     def calls(self) -> list[Call]:
-        """All attention calls, in order of time."""
-        return find(self.ops)
+        """All attention calls of ops, in order of time."""
+        with _without_collector():
+            return find(self.ops)
 
     def regions(self, pattern: str) -> list[Region]:
         """The ranges whose name matches a shell-style pattern, in order of time.
@@ -151,7 +148,32 @@ class Trace:
         pieces = [(part, region) for region in found for part in region.parts]
         pieces.sort(key=lambda piece: piece[0].start_us)
         self._fill(found, _Owner(pieces, threads_help=False))
-        return found
+        graphs = [region for region in self._replayed() if backward in
+                  (None, region.calls[0].backward)]  # fmt: skip
+        return sorted([*found, *graphs], key=lambda region: region.span.start_us)
+
+    def _replayed(self) -> Iterator[Region]:
+        """Attention in replayed CUDA graphs, which have no ops: by the names of kernels. A kernel
+        and those that prepare and finish its work, one after the other, are a call."""
+        for launch in self.runtime:
+            if "GraphLaunch" not in launch.name:
+                continue
+            region: Region | None = None
+            for event in sorted(self.device_by_correlation.get(launch.correlation or -1, ()),
+                                key=lambda event: event.start_us):  # fmt: skip
+                kernel = decode(event.name)
+                if event.category != "kernel" or not kernel.attention:
+                    region = None
+                    continue
+                backward = kernel.direction == "backward"
+                if region is None or region.calls[0].backward != backward or any(
+                    event.name == other.name for other in region.kernels
+                ):  # fmt: skip
+                    call = Call(kernel.title, kernel.family, backward, [])
+                    span = launch._replace(name=call.name, category=GRAPH, duration_us=0.0)
+                    region = Region(span, calls=[call], devices=self.devices)
+                    yield region
+                region.kernels.append(event)
 
     def _fill(self, regions: list[Region], owner: _Owner) -> None:
         lists: list[tuple[list[Event], Callable[[Region], list[Event]]]] = [
@@ -166,6 +188,17 @@ class Trace:
         for region in regions:
             region.devices = self.devices
             self._add_device_events(region)
+
+    def _refuse_mixed(self, name: str) -> None:
+        process: dict[int, int | str] = {}
+        for call in self.runtime:
+            number = call.correlation
+            if number is not None and process.setdefault(number, call.pid) != call.pid:
+                raise TraceError(
+                    f"{name}: expected the trace of one process, got several (such as "
+                    f"{process[number]} and {call.pid}) whose launches have the same numbers; read "
+                    "the file of each process"
+                )
 
     def outside(self, regions: Iterable[Region]) -> list[Event]:
         """The device events that no call of these regions started."""
@@ -212,23 +245,42 @@ class _Owner:
         return elsewhere if self._threads_help else None
 
 
-def _events(raw: list[Any]) -> Iterator[Event]:
-    """The complete and instant events of a category, those without a time left out."""
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Events have no cycles, and a collector that walks millions of them again and again takes
+    longer than reading them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _events(raw: Iterable[Any], categories: Container[str]) -> Iterator[Event]:
+    """The complete and instant events of some categories, those without a time left out. Equal
+    texts are one object: a big trace holds the same names many times."""
     for entry in raw:
         if not isinstance(entry, dict) or entry.get("ph") not in ("X", "i"):
+            continue
+        category = str(entry.get("cat", "")).lower()
+        if category not in categories:
             continue
         start, duration = entry.get("ts"), entry.get("dur", 0.0)
         if not isinstance(start, (int, float)) or not isinstance(duration, (int, float)):
             continue
         args = entry.get("args")
         yield Event(
-            name=str(entry.get("name", "")),
-            category=str(entry.get("cat", "")).lower(),
+            name=sys.intern(str(entry.get("name", ""))),
+            category=sys.intern(category),
             start_us=float(start),
             duration_us=float(duration),
             pid=entry.get("pid", 0),
             tid=entry.get("tid", 0),
-            args=args if isinstance(args, dict) else {},
+            args={sys.intern(key): value for key, value in args.items()}
+            if isinstance(args, dict)
+            else {},
         )
 
 
