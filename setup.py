@@ -352,31 +352,34 @@ class BuildExt(build_ext):
         target = Path(self.get_ext_fullpath(f"attn_ext.{library}"))
         target.parent.mkdir(parents=True, exist_ok=True)
         objects = [unit.output for unit in units]
-        if target.exists() and target.stat().st_mtime > max(o.stat().st_mtime for o in objects):
-            return
         command = [*tools["cxx"], "-shared", "-o", str(target), *map(str, objects)]
         command += ["-Wl,--exclude-libs,ALL", "-Wl,--as-needed", f"-L{torch}/lib", "-ltorch_cpu"]
         if library == "_C_cuda":
-            # A CPU build of torch has no libtorch_cuda to link with: an empty one of its name
-            # records the need, and the loader finds the real one that torch has loaded.
-            stub = ROOT / self.build_temp / "stub" / "libtorch_cuda.so"
-            stub.parent.mkdir(parents=True, exist_ok=True)
-            named = [
-                "-shared",
-                "-Wl,-soname,libtorch_cuda.so",
-                "-o",
-                str(stub),
-                "-x",
-                "c",
-                "/dev/null",
-            ]
-            subprocess.run([*tools["cc"], *named], check=True)
             cudart = static_cudart(cuda_home(tools["nvcc"][0]))
+            stub = self.libtorch_cuda(tools["cc"])
             command += ["-Wl,--no-as-needed", str(stub), str(cudart), "-ldl", "-lrt", "-lpthread"]
+        # The command names the objects: one more or one less makes another library.
+        record = ROOT / self.build_temp / f"{library}.link"
+        same = record.exists() and record.read_text() == shlex.join(command)
+        if same and target.exists():
+            made = target.stat().st_mtime
+            if made > max(path.stat().st_mtime for path in objects):
+                return
         print(f"attn_ext: linking {target.name}", flush=True)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        record.write_text(shlex.join(command))
+
+    def libtorch_cuda(self, cc: list[str]) -> Path:
+        """An empty library of that name: a CPU build of torch has none to link with. It records the
+        need, and the loader finds the real one that torch has loaded."""
+        stub = ROOT / self.build_temp / "stub" / "libtorch_cuda.so"
+        if not stub.exists():
+            stub.parent.mkdir(parents=True, exist_ok=True)
+            named = ["-shared", f"-Wl,-soname,{stub.name}", "-o", str(stub), "-x", "c", "/dev/null"]
+            subprocess.run([*cc, *named], check=True)
+        return stub
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".abi3.so"
