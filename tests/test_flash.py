@@ -97,6 +97,20 @@ def test_scale(device, scale) -> None:
     check(problem((1, 2, 2, 40, 50, 64, 64), torch.float32, device, scale=scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rise", [12, 60, 3000])
+def test_scores_that_rise(device, rise, head_dim, dtype) -> None:
+    """Every second row's scores grow from the last key, where the Hopper kernel begins, to the
+    first by `rise`: past what its reference allows, past what exp has in fp32, and far past."""
+    case = problem((1, 2, 1, 300, 700, head_dim, head_dim), dtype, device)
+    with torch.no_grad():
+        case.query[..., 0] = head_dim**0.5
+        case.query[:, :, ::2, 0] *= -1
+        case.key[..., 0] = torch.linspace(-rise, 0, 700, device=device)
+    check(case)
+
+
 def test_everything_at_once(device) -> None:
     check(
         problem(

@@ -22,12 +22,14 @@ static __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* Scores of keys outside of [begin, end) of this thread's two rows become -inf. first: the key of
- * s[0]. */
-static __device__ __forceinline__ void mask(float *s, int first, const int *begin, const int *end) {
+/* Scores of keys that this thread's two rows do not see become -inf. first: the key of s[0] of the
+ * quad's first thread; row: the thread's first. */
+static __device__ __forceinline__ void mask(const struct fwd_sm90 *f, float *s, int first,
+                                            int row) {
+  first += threadIdx.x % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int low = begin[r] - first, high = end[r] - first;
+    int low = keys_begin(f, row + 8 * r) - first, high = keys_end(f, row + 8 * r) - first;
 #pragma unroll
     for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
@@ -84,6 +86,59 @@ static __device__ __forceinline__ bool softmax(float *s, float *top, float *sum,
   return moved;
 }
 
+/* Whether each of the warp's rows has seen a key, and so has a reference. */
+static __device__ __forceinline__ bool has_reference(const float *top) {
+  return !__any_sync(~0u, top[0] == -INFINITY || top[1] == -INFINITY);
+}
+
+/* The same on the references as they are, without a look for the maximum: a third of the chain of
+ * instructions from one product to the next. Any reference will do that keeps the probabilities in
+ * the range of their dtype, and small ones are as precise as large ones; so it is enough to look at
+ * the sums behind, which come back in part. Returns whether all of them are in range. */
+static __device__ __forceinline__ bool softmax_on_reference(float *s, const float *top, float *part,
+                                                            float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float shift = top[r] * scale_log2, even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int j = 0; j < KEYS / 8; ++j) {
+      float *x = s + 4 * j + 2 * r;
+      x[0] = ex2(fmaf(x[0], scale_log2, -shift));
+      x[1] = ex2(fmaf(x[1], scale_log2, -shift));
+      even += x[0];
+      odd += x[1];
+    }
+    part[r] = even + odd;
+  }
+  return !__any_sync(~0u, !(part[0] + part[1] <= LARGEST_SUM)); /* NaN is out of range */
+}
+
+/* The scores of a block once more, s = q k^T for the warp's 16 rows. A wgmma in a branch would make
+ * ptxas wait for every product where the branches meet; this instruction is done when it returns.
+ * q [slab][64 rows], k [slab][KEYS rows] of 64 columns, swizzled as the copy engine wrote them. */
+static __device__ __forceinline__ void scores_again(float *s, const uint8_t *q, const uint8_t *k) {
+  int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  int key = lane / 16 * 8 + lane % 8;
+  uint32_t q_row = shared_address(q + row * 128), k_row = shared_address(k + key * 128);
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i)
+    s[i] = 0.0f;
+#pragma unroll 1
+  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    int chunk = step % 4 * 2; /* of 16 bytes, in the slab's row */
+    uint32_t a[4];
+    ldmatrix(a, q_row + step / 4 * Q_SLAB + ((chunk + lane / 16) ^ row % 8) * 16);
+    uint32_t k_step = k_row + step / 4 * KV_SLAB + ((chunk + lane / 8 % 2) ^ key % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < KEYS / 16; ++j) {
+      uint32_t b[4]; /* keys 16 j ... + 7, then the 8 behind them */
+      ldmatrix(b, k_step + j * 16 * 128);
+      mma(s + 8 * j, a, b);
+      mma(s + 8 * j + 4, a, b + 2);
+    }
+  }
+}
+
 static __device__ __forceinline__ void rescale(float *o, const float *alpha) {
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / 8; ++j) {
@@ -118,20 +173,21 @@ static __device__ __forceinline__ void quad_transpose(uint32_t *x) {
   }
 }
 
-/* Writes out and logsumexp; row: this thread's first. The transpose gives each thread 8
- * neighbouring columns, so that a quad writes 64 bytes of a row at a time. */
+/* Writes out and logsumexp; row: this thread's first, counted in the tile. The transpose gives each
+ * thread 8 neighbouring columns, so that a quad writes 64 bytes of a row at a time. */
 static __device__ __forceinline__ void store(const struct fwd_sm90 *f, const struct tile *tile,
                                              int row, const float *o, const float *top,
                                              const float *sum) {
   int quad = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    int i = row + 8 * r;
+    int i = tile->row + row + 8 * r;
+    bool inside = i < tile->row_end;
     float total = quad_sum(sum[r]);
-    float inverse = total == 0.0f ? 0.0f : 1.0f / total; /* 0: the row sees no key */
-    if (quad == 0 && i < f->seq_q)
-      f->logsumexp[((int64_t)tile->batch * f->heads + tile->head) * f->seq_q + i] =
-          total == 0.0f ? -INFINITY : (top[r] * f->scale_log2 + lg2(total)) * LN2;
+    float inverse = total == 0.0f ? 0.0f : rcp(total); /* 0: the row sees no key */
+    store_if(quad == 0 && inside,
+             f->logsumexp + ((int64_t)tile->batch * f->heads + tile->head) * f->seq_q + i,
+             total == 0.0f ? -INFINITY : (top[r] * f->scale_log2 + lg2(total)) * LN2);
     SCALAR *out = f->out + tile->batch * f->stride_b + tile->head * f->stride_h + i * f->stride_s;
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; j += 4) {
@@ -140,8 +196,7 @@ static __device__ __forceinline__ void store(const struct fwd_sm90 *f, const str
       for (int c = 0; c < 4; ++c)
         x[c] = pack(o[4 * (j + c) + 2 * r] * inverse, o[4 * (j + c) + 2 * r + 1] * inverse);
       quad_transpose(x);
-      if (i < f->seq_q)
-        *(uint4 *)(out + 8 * (j + quad)) = make_uint4(x[0], x[1], x[2], x[3]);
+      store_if(inside, out + 8 * (j + quad), make_uint4(x[0], x[1], x[2], x[3]));
     }
   }
 }

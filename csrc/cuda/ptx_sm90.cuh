@@ -41,12 +41,49 @@ PTX float lg2(float x) {
   return y;
 }
 
+/* "Floating Point Instructions: rcp": 1 / x, to 1 ulp, in one instruction. C's division has a slow
+ * path, a call, in the way of the loop around it (README.md). */
+PTX float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /* "Data Movement and Conversion Instructions: cvt": low and high half of a register, rounded to
  * nearest even. */
 PTX uint32_t pack(float low, float high) {
   uint32_t packed;
   asm volatile("cvt.rn." WGMMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+/* No need for data to move: the shuffle tells the compiler that x is the same in the whole warp.
+ * Else every branch on it counts as divergent, ptxas puts a wait behind each product, and what is
+ * computed from it, such as the addresses of factors, leaves the uniform registers. */
+PTX int warp_uniform(int x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
+/* "Data Movement and Conversion Instructions: st", predicated. A branch in its place, inside the
+ * loop over keys, would count as divergent too. */
+PTX void store_if(bool condition, float *to, float x) {
+  asm volatile("{\n"
+               ".reg .pred condition;\n"
+               "setp.ne.b32 condition, %0, 0;\n"
+               "@condition st.global.f32 [%1], %2;\n"
+               "}" ::"r"((int)condition),
+               "l"(to), "f"(x)
+               : "memory");
+}
+
+PTX void store_if(bool condition, void *to, uint4 x) {
+  asm volatile("{\n"
+               ".reg .pred condition;\n"
+               "setp.ne.b32 condition, %0, 0;\n"
+               "@condition st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+               "}" ::"r"((int)condition),
+               "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 /* ---- barriers ---- */
@@ -78,6 +115,17 @@ PTX void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/* The same, predicated, for the reason of store_if. */
+PTX void mbarrier_arrive_if(bool condition, uint32_t barrier) {
+  asm volatile("{\n"
+               ".reg .pred condition;\n"
+               "setp.ne.b32 condition, %1, 0;\n"
+               "@condition mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+               "}" ::"r"(barrier),
+               "r"((int)condition)
+               : "memory");
+}
+
 /* "mbarrier.arrive", with expect_tx: arrive, and make the phase wait for `bytes` more bytes. */
 PTX void mbarrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -100,14 +148,31 @@ PTX void mbarrier_wait(uint32_t barrier, int parity) {
   while (!done);
 }
 
+/* Whether the phase of this parity is over, asked once, of a barrier that the warp's threads may
+ * all see so. */
+PTX bool mbarrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n"
+               "}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return __all_sync(~0u, done);
+}
+
 /* ---- copy engine ---- */
 
-/* "cp.async.bulk.tensor": one box of a 5-D tensor to shared memory. Parts of the box outside of the
- * tensor arrive as zeros and count as bytes. `barrier` hears of all bytes of the box. */
-PTX void tma_load(uint32_t to, const CUtensorMap *map, int c1, int c3, int c4, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1, {%2, %3, %2, %4, %5}], [%6];" ::"r"(to),
-               "l"(map), "r"(0), "r"(c1), "r"(c3), "r"(c4), "r"(barrier)
+/* "cp.async.bulk.tensor": one box of a 4-D tensor, at (column, row, head, batch), to shared memory.
+ * Parts of the box outside of the tensor arrive as zeros and count as bytes. `barrier` hears of all
+ * bytes of the box. */
+PTX void tma_load(uint32_t to, const CUtensorMap *map, int column, int row, int head, int batch,
+                  uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+               "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
                : "memory");
 }
 
@@ -152,6 +217,26 @@ PTX void wgmma_landed(float *d, int count) {
     asm volatile("" : "+f"(d[i])::"memory");
 }
 
+/* ---- products of a warp ---- */
+
+/* "ldmatrix": four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8. */
+PTX void ldmatrix(uint32_t *x, uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+/* "mma": d [16, 8] += a [16, 16] b [16, 8], with d laid out as 8 columns of wgmma's. */
+PTX void mma(float *d, const uint32_t *a, const uint32_t *b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." WGMMA_TYPE "." WGMMA_TYPE
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* ---- wgmma: sums ---- */
+
 /* The registers of a sum: as operands from %0 on, and their constraints. */
 #define OPERANDS_32                                                                                \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19"                          \
@@ -159,24 +244,34 @@ PTX void wgmma_landed(float *d, int count) {
 #define OPERANDS_40                                                                                \
   OPERANDS_32                                                                                      \
   ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define OPERANDS_64                                                                                \
+#define OPERANDS_48                                                                                \
   OPERANDS_40                                                                                      \
-  ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57"                       \
-  ",%58,%59,%60,%61,%62,%63"
-#define OPERANDS_128                                                                               \
+  ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define OPERANDS_56                                                                                \
+  OPERANDS_48                                                                                      \
+  ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define OPERANDS_64                                                                                \
+  OPERANDS_56                                                                                      \
+  ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define OPERANDS_96                                                                                \
   OPERANDS_64                                                                                      \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81"                       \
-  ",%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99"                       \
-  ",%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113"                         \
-  ",%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+  ",%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define OPERANDS_128                                                                               \
+  OPERANDS_96                                                                                      \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110"                        \
+  ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124"                         \
+  ",%125,%126,%127"
 #define SUM_8(i)                                                                                   \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),      \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SUM_32 SUM_8(0), SUM_8(8), SUM_8(16), SUM_8(24)
-#define SUM_40 SUM_32, SUM_8(32)
-#define SUM_64 SUM_40, SUM_8(40), SUM_8(48), SUM_8(56)
-#define SUM_128                                                                                    \
-  SUM_64, SUM_8(64), SUM_8(72), SUM_8(80), SUM_8(88), SUM_8(96), SUM_8(104), SUM_8(112), SUM_8(120)
+#define SUM_32  SUM_8(0), SUM_8(8), SUM_8(16), SUM_8(24)
+#define SUM_40  SUM_32, SUM_8(32)
+#define SUM_48  SUM_40, SUM_8(40)
+#define SUM_56  SUM_48, SUM_8(48)
+#define SUM_64  SUM_56, SUM_8(56)
+#define SUM_96  SUM_64, SUM_8(64), SUM_8(72), SUM_8(80), SUM_8(88)
+#define SUM_128 SUM_96, SUM_8(96), SUM_8(104), SUM_8(112), SUM_8(120)
 
 /* "wgmma.mma_async": d [64, N] = a [64, 16] b [N, 16]^T, plus d where `add`. Both factors lie in
  * shared memory, K (16) contiguous. Thread t holds of d
@@ -194,6 +289,7 @@ PTX void wgmma_landed(float *d, int count) {
                  : "l"(a), "l"(b), "r"(add));                                                      \
   }
 WGMMA_SS(80, 40, 40, 41, 42)
+WGMMA_SS(112, 56, 56, 57, 58)
 WGMMA_SS(128, 64, 64, 65, 66)
 
 /* "wgmma.mma_async": d [64, N] += a [64, 16] b [16, N], N contiguous in shared memory. a lies in
@@ -209,7 +305,9 @@ WGMMA_SS(128, 64, 64, 65, 66)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                            \
   }
 WGMMA_RS(64, 32, 32, 33, 34, 35, 36)
+WGMMA_RS(96, 48, 48, 49, 50, 51, 52)
 WGMMA_RS(128, 64, 64, 65, 66, 67, 68)
+WGMMA_RS(192, 96, 96, 97, 98, 99, 100)
 WGMMA_RS(256, 128, 128, 129, 130, 131, 132)
 
 #endif

@@ -99,13 +99,16 @@ DECLARE_SM80_BACKWARD(256);
     launch_fn attn_flash_fwd_sm90_d##d##_f16, attn_flash_fwd_sm90_d##d##_bf16
 
 DECLARE_SM90_FORWARD(64);
+DECLARE_SM90_FORWARD(96);
 DECLARE_SM90_FORWARD(128);
+DECLARE_SM90_FORWARD(192);
 DECLARE_SM90_FORWARD(256);
 #endif
 
 static const struct row forward[] = {
 #ifdef ATTN_SM90
-    SM90_FORWARD(64),         SM90_FORWARD(128),       SM90_FORWARD(256),
+    SM90_FORWARD(64),         SM90_FORWARD(96),        SM90_FORWARD(128),
+    SM90_FORWARD(192),        SM90_FORWARD(256),
 #endif
     SM80_FORWARD(32),         SM80_FORWARD(64),        SM80_FORWARD(96),
     SM80_FORWARD(128),        SM80_FORWARD(192),       SM80_FORWARD(256),

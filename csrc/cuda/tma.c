@@ -28,22 +28,22 @@ static cuuint64_t bytes(int64_t stride, int64_t size) {
 }
 
 int attn_tma_map(CUtensorMap *map, const struct attn_tensor *tensor, enum attn_dtype dtype,
-                 int64_t batch, int64_t heads, int64_t rows, int slabs, int box_rows) {
+                 int64_t batch, int64_t heads, int64_t rows, int head_dim, int box_rows) {
   PFN_cuTensorMapEncodeTiled_v12000 encode = NULL;
   int status = encoder(&encode);
   if (status != 0)
     return status;
 
-  /* Innermost first: 64 columns (one swizzled row of 128 bytes), rows, slabs, heads, batch. */
-  const cuuint64_t size[5] = {64, (cuuint64_t)rows, (cuuint64_t)slabs, (cuuint64_t)heads,
+  /* Innermost first: columns, rows, heads, batch. 64 columns are one swizzled row of 128 bytes. */
+  const cuuint64_t size[4] = {(cuuint64_t)head_dim, (cuuint64_t)rows, (cuuint64_t)heads,
                               (cuuint64_t)batch};
-  const cuuint64_t stride[4] = {bytes(tensor->stride_s, rows), 128, bytes(tensor->stride_h, heads),
+  const cuuint64_t stride[3] = {bytes(tensor->stride_s, rows), bytes(tensor->stride_h, heads),
                                 bytes(tensor->stride_b, batch)};
-  const cuuint32_t box[5] = {64, (cuuint32_t)box_rows, (cuuint32_t)slabs, 1, 1};
-  const cuuint32_t step[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[4] = {64, (cuuint32_t)box_rows, 1, 1};
+  const cuuint32_t step[4] = {1, 1, 1, 1};
   CUresult result = encode(
       map, dtype == ATTN_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, tensor->data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      4, tensor->data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? 0 : ATTN_UNSUPPORTED;
