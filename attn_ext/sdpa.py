@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn_ext._ops import cuda_missing, ops
+from attn_ext._ops import call, cuda_missing, ops
 
 #: torch's own backends by the names used here.
 TORCH_BACKENDS = {
@@ -19,6 +19,11 @@ TORCH_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 OWN_BACKENDS = ("naive", "inplace", "flash")
+_OPS = {
+    "naive": ops.naive_attention.default,
+    "inplace": ops.inplace_attention.default,
+    "flash": ops.flash_attention_forward.default,
+}
 #: What `backend=` takes.
 BACKENDS = (*OWN_BACKENDS, *TORCH_BACKENDS, "auto")
 
@@ -97,12 +102,8 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, enable_gqa
         )
     rng_state = dropout_state(query.device) if 0.0 < dropout_p <= 1.0 else None
-    op = {
-        "naive": ops.naive_attention,
-        "inplace": ops.inplace_attention,
-        "flash": ops.flash_attention_forward,
-    }[backend]
-    out: Tensor = op(query, key, value, attn_mask, dropout_p, is_causal, rng_state, scale=scale)[0]
+    args = (query, key, value, attn_mask, dropout_p, is_causal, rng_state)
+    out: Tensor = call(_OPS[backend], *args, scale=scale)[0]
     return out if shape is None else out.reshape(*shape, *out.shape[-2:])
 
 
