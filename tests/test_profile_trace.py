@@ -247,20 +247,28 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         Trace.load(path)
 
 
-def test_reading_a_trace_needs_no_torch(run_python, tmp_path: Path) -> None:
+def test_reading_a_trace_needs_the_standard_library_alone(run_python, tmp_path: Path) -> None:
     path = traces.write(tmp_path / "t.json.gz", *naive_step(1, 0.0))
     package = Path(__file__).parent.parent / "attn_ext"
-    # The package itself may import torch; what reads and shows traces must not.
+    # The package itself imports torch; what reads, checks and compares traces must not.
     code = f"""
 import sys, types
 package = types.ModuleType("attn_ext")
 package.__path__ = [{str(package)!r}]
 sys.modules["attn_ext"] = package
-from attn_ext.profile import Row, Trace, cli, figures, table
+before = set(sys.modules)
+from attn_ext.profile import Row, Trace, check, cli, diff, figures, guess, saved, table
+from attn_ext.testing import assert_trace
+trace = assert_trace({str(path)!r}, "kernels=5 memcpy=1")
 row = Row("naive")
-figures.read_trace(row, Trace.load({str(path)!r}), on_gpu=True)
+figures.read_trace(row, trace, on_gpu=True)
 assert row.kernels == 5, row
-assert "torch" not in sys.modules, "torch"
+assert diff(trace, trace) and trace.attention() == [] and trace.steps[0].roofline is None
+assert check(guess.parse("memcpy=0"), saved.subjects([{str(path)!r}]))[0].verdict == "MISS"
+assert cli.main(["check", {str(path)!r}, "--guess", "kernels=5"]) == 0
+assert cli.main(["diff", {str(path)!r}, {str(path)!r}]) == 0
+loaded = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(sorted(loaded - set(sys.stdlib_module_names) - {{"attn_ext"}}), file=sys.stderr)
 """
     result = run_python(code)
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "[]\n")
