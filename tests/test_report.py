@@ -13,7 +13,10 @@ from report_pages import cpu_trace, gpu_trace, run_folder
 from traces import kernel, launch, naive_step, op, step
 
 from attn_ext.profile import Case, TraceError, cli, figures, report
+from attn_ext.profile.occupancy import occupancy_of
+from attn_ext.profile.report.classes import class_of
 
+H200 = Path(__file__).parent / "data" / "h200"
 VOID = {"meta", "link", "br", "hr", "input", "img"}
 
 
@@ -158,6 +161,27 @@ def test_the_kernels_of_a_step(tmp_path: Path) -> None:
     readings = [head["title"] or "" for head in page.all("th") if head.get("scope") == "row"
                 and "title" in head]  # fmt: skip
     assert any("matrix product of cuBLAS" in reading for reading in readings)
+
+
+RUNS = sorted(path.name for path in H200.iterdir() if (path / "summary.json").is_file())
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_runs_of_an_h200(run: str) -> None:
+    """Every row has its trace, every event of its step a known kind, every kernel an occupancy."""
+    found = report.load([H200 / run])
+    (group,) = found.groups
+    ran = [row.variant for row in group.summary.rows if row.error is None]
+    assert [source.row.variant for source in group.sources] == ran and "flash" in ran
+    for source in group.sources:
+        step = source.step
+        assert len(step.kernels) == source.row.kernels, source.row.variant
+        assert not [event.name for event in step.device_events if class_of(event).key == "other"]
+        assert all(occupancy_of(kernel, source.devices) for kernel in step.kernels)
+    page = Page(report.html(found))
+    for source in group.sources:
+        assert all(kernel.name in page.texts for kernel in source.step.kernels)
+    assert len(page.html) < 1_000_000
 
 
 def test_every_figure_has_its_definition(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_threads_and_streams_have_lanes_of_their_own() -> None:
     assert texts == ["CPU thread 10", "CPU thread 11", "GPU 0 stream 7", "GPU 1 stream 9"]
 
 
+def test_the_thread_of_the_step_comes_first() -> None:
+    backward = [op(f"aten::mm{at}", 10.0 * at) | {"tid": traces.AUTOGRAD} for at in range(5)]
+    drawn = timeline.timeline(region_of(step(0.0), op("aten::mm", 5.0), *backward))
+    texts = [node.text for node in ET.fromstring(drawn.names).iter("text")]
+    assert texts == ["CPU thread 10", "CPU thread 11"]
+
+
 def test_a_cpu_step_has_the_colours_of_its_ops() -> None:
     drawn = timeline.timeline(region_of(step(0.0), op("attn_ext::softmax", 5.0)))
     assert boxes(drawn.picture)[0][4] == "box softmax"

@@ -19,7 +19,9 @@ class Class(NamedTuple):
 
 #: In the order of the legend; the first whose pattern is found in a name is its class.
 CLASSES = (
-    Class("attention", "fused attention", r"flash|fmha|sdpa|scaled_dot_product"),
+    Class(
+        "attention", "fused attention", r"flash|fmha|sdpa|scaled_dot_product|dot_do_o|convert_dq"
+    ),
     Class("gemm", "matrix product", r"gemm|nvjet|cutlass|xmma|cublas|matmul|::\w*mm\b"),
     Class("softmax", "softmax", r"softmax"),
     Class("mask", "mask", r"masked_fill|where|::tri[lu]"),

@@ -65,7 +65,7 @@ def timeline(step: Region, limit: int = LIMIT) -> Timeline:
     events = [step.span, *host, *device]
     start = min(event.start_us for event in events)
     length = max(event.end_us for event in events) - start or 1.0
-    lanes = _lanes(host, device)
+    lanes = _lanes(host, device, step.span)
     top = float(_RULER)
     for lane in lanes:
         lane.top = top
@@ -115,8 +115,8 @@ def _longest(
     return launches + pick(others, limit - len(device) - len(launches)), device
 
 
-def _lanes(host: Iterable[Event], device: Iterable[Event]) -> list[Lane]:
-    """The host's threads, busiest first, then the device's streams."""
+def _lanes(host: Iterable[Event], device: Iterable[Event], span: Event) -> list[Lane]:
+    """The host's threads, that of the step first, then the busiest; then the device's streams."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     streams: dict[Any, list[Event]] = defaultdict(list)
     for event in host:
@@ -125,18 +125,16 @@ def _lanes(host: Iterable[Event], device: Iterable[Event]) -> list[Lane]:
         where = (event.args.get("device", event.pid), event.args.get("stream", event.tid))
         streams[where].append(event)
     several = len({place for place, _ in streams}) > 1
-    lanes = [
-        Lane(
-            f"CPU thread {thread}" if len(threads) > 1 else "CPU",
-            _nested(events),
-            False,
-            not streams,
-        )
-        for (_, thread), events in sorted(threads.items(), key=lambda one: -len(one[1]))
-    ]
+    of_step = (span.pid, span.tid)
+    ordered = sorted(threads.items(), key=lambda one: (one[0] != of_step, -len(one[1])))
+    lanes = []
+    for (_, thread), events in ordered:
+        name = f"CPU thread {thread}" if len(ordered) > 1 else "CPU"
+        lanes.append(Lane(name, _nested(events), device=False, coloured=not streams))
     for (place, stream), events in sorted(streams.items(), key=lambda one: str(one[0])):
         gpu = f"GPU {place}" if several else "GPU"
-        lanes.append(Lane(f"{gpu} stream {stream}", _nested(events), True, True))
+        name = f"{gpu} stream {stream}"
+        lanes.append(Lane(name, _nested(events), device=True, coloured=True))
     return lanes
 
 
