@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attn_ext import sharding
 from attn_ext._ops import call, cuda_missing, ops
 
 #: torch's own backends by the names used here.
@@ -94,6 +95,8 @@ def scaled_dot_product_attention(
     if query.is_cuda and cuda_missing:
         raise RuntimeError(f"backend={backend!r} has no CUDA kernels here: {cuda_missing}")
 
+    if type(query) is not Tensor:
+        sharding.register_for(query)
     shape = None
     if not query.dim() == key.dim() == value.dim() == 4 or query.shape[0] != key.shape[0] or (
         query.shape[1] != key.shape[1] and not enable_gqa
