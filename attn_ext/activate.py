@@ -3,7 +3,9 @@
 The ops of aten that F.scaled_dot_product_attention calls for flash attention get our kernels, with
 torch's autograd, autocast and compile rules on top as before. A call that ours does not take, one
 with dropout for example, runs on torch's kernel. torch keeps a registry of such implementations,
-one of which is active at a time; ours is "ATTN_EXT" there.
+one of which is active at a time; ours is "ATTN_EXT" there. ATTN_EXT_ACTIVATE=1 in the environment
+activates it with torch's import, in a script that knows nothing of attn_ext too where attn_ext is
+installed (attn_ext_autoload.py).
 
 The switch is one for the whole process, to be thrown while no thread is in attention: torch's
 dispatcher takes no lock. It reaches what calls these ops through the dispatcher:
@@ -14,6 +16,7 @@ cpp_wrapper call torch's kernels by their C names and are out of reach.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -288,3 +291,7 @@ def _settle_order() -> None:
 
 if _has_registry:
     _registry.register_flash_attention_impl(NAME, register_fn=_install)
+if (_asked := os.environ.get("ATTN_EXT_ACTIVATE", "")) == "1":
+    activate()
+elif _asked not in ("", "0"):
+    raise ValueError(f"ATTN_EXT_ACTIVATE: expected 0 or 1, got {_asked!r}")

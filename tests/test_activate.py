@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_ext
 
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+ROOT = Path(__file__).parent.parent
 aten = torch.ops.aten
 registry = sys.modules["attn_ext.activate"]  # attn_ext.activate is the function
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -343,6 +347,34 @@ def test_activation_is_quiet(run_python) -> None:
         "F.scaled_dot_product_attention(q, q, q); attn_ext.deactivate()"
     )
     assert done.returncode == 0 and done.stderr == ""
+
+
+USES_TORCH_ALONE = """
+import torch
+print(torch.nn.attention.current_flash_attention_impl())
+q = torch.randn(1, 2, 8, 16)
+torch.nn.functional.scaled_dot_product_attention(q, q, q)
+"""
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_script_that_cannot_be_edited(asked, run_python, tmp_path) -> None:
+    """torch finds attn_ext by its entry point, as where it is installed."""
+    info = tmp_path / "attn_ext-0.1.0.dist-info"
+    info.mkdir()
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"{name} = {target}" for name, target in group["torch.backends"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines]))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn_ext\nVersion: 0.1.0\n")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    done = run_python(USES_TORCH_ALONE, ATTN_EXT_ACTIVATE=asked, PYTHONPATH=path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.strip() == ("ATTN_EXT" if asked == "1" else "None")
+
+
+def test_the_variable_takes_0_and_1(run_python) -> None:
+    done = run_python("import attn_ext", ATTN_EXT_ACTIVATE="yes")
+    assert "ATTN_EXT_ACTIVATE: expected 0 or 1, got 'yes'" in done.stderr
 
 
 # Models.
