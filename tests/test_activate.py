@@ -114,6 +114,11 @@ def test_forward_and_backward(device, shape, options, dtype, layout) -> None:
         assert_accurate(result, plain[index], truth[index], name)
 
 
+def differ(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether two kernels computed these: in 16 bits some of the results may be equal."""
+    return not all(map(torch.equal, some, others))
+
+
 def test_our_kernel_runs_and_then_torchs_does_again(device) -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     inputs = operands(device, dtype=dtype)
@@ -129,8 +134,7 @@ def test_our_kernel_runs_and_then_torchs_does_again(device) -> None:
     after = run()
     direct = attn_ext.scaled_dot_product_attention(*inputs, is_causal=True, backend="flash")
     assert torch.equal(inside[0], direct)
-    for b, i, a in zip(before, inside, after, strict=True):
-        assert torch.equal(a, b) and not torch.equal(i, b)
+    assert all(map(torch.equal, after, before)) and differ(inside, before)
 
 
 # Which calls ours takes, and which go to torch's kernel.
@@ -411,7 +415,7 @@ def test_compiled(device, backend) -> None:
     with attn_ext.activated():
         own = run(model)
         compiled = run(torch.compile(model, fullgraph=True, backend=backend))
-    assert torch.equal(compiled[0], own[0]) and not torch.equal(own[0], native[0])
+    assert torch.equal(compiled[0], own[0]) and differ(own, native)
     for c, o in zip(compiled, own, strict=True):
         torch.testing.assert_close(c, o)
         assert c.stride() == o.stride()
