@@ -249,9 +249,10 @@ def _staged_backward(
     kv_heads = key.shape[1]
 
     def grouped(tensor: Tensor) -> Tensor:  # query heads of one key head become rows
-        if tensor.shape[1] == kv_heads:
+        batch, heads, rows, size = tensor.shape
+        if heads == kv_heads:
             return tensor
-        return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
+        return tensor.reshape(batch, kv_heads, heads // max(kv_heads, 1) * rows, size)
 
     grad_query = grad_key = grad_value = grad_mask = grad_probs = None
     if grad_out is not None:
