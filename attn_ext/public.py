@@ -3,6 +3,7 @@
 from attn_ext import register as _register  # noqa: F401  what torch must know of the ops
 from attn_ext._ops import cpu_isa, cuda_missing, ops
 from attn_ext.activate import activate, activated, deactivate, is_active
+from attn_ext.explain import Explanation, explain
 from attn_ext.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -16,12 +17,14 @@ from attn_ext.use import use
 
 __all__ = [
     "BACKENDS",
+    "Explanation",
     "activate",
     "activated",
     "cpu_isa",
     "cuda_missing",
     "deactivate",
     "dropout_state",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

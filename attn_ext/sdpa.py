@@ -117,28 +117,49 @@ def choose(
     attn_mask: Tensor | None,
     dropout_p: float,
 ) -> str:
-    """What backend="auto" runs: "flash" where it measured fastest, else "sdpa", torch's own choice.
+    """What "auto" runs: "flash" where it measured fastest, else "sdpa", which torch chooses."""
+    slower = why_not_flash(query, key, value, attn_mask, dropout_p)
+    return "flash" if slower is None else "sdpa"
 
-    On a CPU that is float32 and float64; in bfloat16 torch's matrix instructions win. On a Hopper
-    GPU it is the forward pass of long float16 and bfloat16 sequences without mask and dropout; with
-    gradients torch's cuDNN backward is still ahead.
+
+def why_not_flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> str | None:
+    """Why torch's own choice may be faster than "flash", or None where flash measured faster.
+
+    Measured on a CPU with AVX-512 and on an H200 (benchmarks/results).
     """
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if max(head_dim, head_dim_v) > 256:
+        return "flash takes head sizes up to 256"
     if query.device.type == "cpu":
-        fits = query.dtype in (torch.float32, torch.float64) and max(head_dim, head_dim_v) <= 256
-        return "flash" if fits else "sdpa"
-    if query.device.type != "cuda" or cuda_missing or attn_mask is not None or dropout_p:
-        return "sdpa"
-    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    fits = (
-        not wants_gradient
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and head_dim == head_dim_v
-        and head_dim in (64, 128, 256)
-        and min(query.shape[-2], key.shape[-2]) >= 2048
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-    )
-    return "flash" if fits else "sdpa"
+        return "torch has matrix instructions for 16 bits on a CPU" if half else None
+    if query.device.type != "cuda":
+        return f"there are no kernels of ours for {query.device.type}"
+    if cuda_missing:
+        return cuda_missing
+    if torch.cuda.get_device_capability(query.device) != (9, 0):
+        return "only measured on compute capability 9.0"
+    if attn_mask is not None:
+        return "cuDNN takes masks too"
+    if dropout_p:
+        return "cuDNN drops faster"
+    if query.dtype == torch.float32:
+        return None if max(head_dim, head_dim_v) <= 64 else "fp32 only up to a head size of 64"
+    if not half:
+        return "fp64 on CUDA is left to torch's math"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        return "cuDNN's backward is faster"
+    if head_dim != head_dim_v or head_dim not in (64, 96, 128, 192, 256):
+        return "the Hopper kernel takes head sizes 64, 96, 128, 192 and 256, the same for value"
+    if any(stride % 8 for t in (query, key, value) for stride in t.stride()[:-1]):
+        return "the Hopper kernel takes rows that start at 16 bytes"
+    if min(query.shape[-2], key.shape[-2]) < 512:
+        return "cuDNN is faster below a length of 512"
+    if query.shape[:-2].numel() * query.shape[-2] < 128 * 132:
+        return "too few rows to fill the GPU: no split over keys"
+    return None
 
 
 def _broadcast(*shapes: Sequence[int]) -> torch.Size | None:

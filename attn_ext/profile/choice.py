@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-import attn_ext
+from attn_ext.explain import Explanation, explain
 from attn_ext.profile.calls import (
     NEEDS_CUDA,
     Call,
@@ -29,31 +26,8 @@ from attn_ext.profile.calls import (
 from attn_ext.profile.case import VARIANTS, Case
 from attn_ext.profile.figures import Row, read_trace
 from attn_ext.profile.trace import Trace
-from attn_ext.sdpa import TORCH_BACKENDS, choose
 
 _RANGE = "attn_ext.probe "
-
-
-@dataclass
-class Choice:
-    """What a call of this case gets.
-
-    Attributes:
-        sdpa: the backend that F.scaled_dot_product_attention takes.
-        auto: the backend that attn_ext.scaled_dot_product_attention(backend="auto") takes.
-        active: whether attn_ext.activate() has put our kernels under torch's flash backend.
-        order: torch's backends, the first that takes the call runs; those switched off left out.
-        refused: backend -> why it does not take the call, in one line.
-    """
-
-    sdpa: str
-    auto: str
-    active: bool
-    order: list[str]
-    refused: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -69,56 +43,12 @@ class Probed:
         return {key: value for key, value in asdict(self).items() if value not in (None, [])}
 
 
-def choice(case: Case, device: torch.device) -> Choice:
+def choice(case: Case, device: torch.device) -> Explanation:
     """Asks torch and attn_ext, without making the call."""
-    names = {backend.value: name for name, backend in TORCH_BACKENDS.items()}
     with on_device(device):
         query, key, value = inputs(case, device)
-        sdpa: Any = getattr(torch, "_fused_sdp_choice")  # noqa: B009  it is in no stub
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            number = sdpa(
-                query, key, value, None, 0.0, case.causal, scale=None,
-                enable_gqa=case.kv_heads != case.heads,
-            )  # fmt: skip
-        taken = names.get(number, SDPBackend(number).name.lower())
-        auto = choose(query, key, value, None, 0.0)
-        refused = _refused(case, query, key, value)
-    internals: Any = torch._C
-    order = [names[n] for n in internals._get_sdp_priority_order() if n in names and _allowed(n)]
-    active = attn_ext.is_active()
-    return Choice(taken, taken if auto == "sdpa" else auto, active, order, refused)
-
-
-def _allowed(backend: int) -> bool:
-    flags: Any = torch.backends.cuda
-    enabled = {
-        SDPBackend.MATH.value: flags.math_sdp_enabled,
-        SDPBackend.FLASH_ATTENTION.value: flags.flash_sdp_enabled,
-        SDPBackend.EFFICIENT_ATTENTION.value: flags.mem_efficient_sdp_enabled,
-        SDPBackend.CUDNN_ATTENTION.value: flags.cudnn_sdp_enabled,
-    }
-    return bool(enabled[backend]())
-
-
-def _refused(case: Case, query: Tensor, key: Tensor, value: Tensor) -> dict[str, str]:
-    """torch's fused backends that do not take the call."""
-    if query.device.type == "cpu":
-        return dict.fromkeys(NEEDS_CUDA, "torch has this backend on CUDA only")
-    cuda: Any = torch.backends.cuda
-    grouped = case.kv_heads != case.heads
-    parameters = cuda.SDPAParams(query, key, value, None, 0.0, case.causal, grouped)
-    refused = {}
-    for name in ("flash", "efficient", "cudnn"):
-        can: Callable[..., bool] = getattr(cuda, f"can_use_{name}_attention")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fits = can(parameters, debug=True)
-        if not fits:
-            texts = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
-            causes = [text for text in texts if "not used because" not in text]
-            refused[f"sdpa_{name}"] = " ".join(causes) or "torch does not say why"
-    return refused
+        grouped = case.kv_heads != case.heads
+        return explain(query, key, value, is_causal=case.causal, enable_gqa=grouped)
 
 
 def probe(case: Case, device: torch.device) -> list[Probed]:

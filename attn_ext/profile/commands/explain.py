@@ -81,7 +81,7 @@ def _text(answer: dict[str, Any]) -> str:
     lines = [
         f"attention of {Case(**answer['case'])}",
         f"  F.scaled_dot_product_attention takes {answer['sdpa']}{ours}",
-        f'  attn_ext with backend="auto" takes {answer["auto"]}',
+        f'  attn_ext with backend="auto" takes {answer["auto"]}{_because(answer["why"])}',
         f"  torch asks in this order: {', '.join(answer['order'])}",
     ]
     lines += [f"  {name} refuses: {why}" for name, why in answer["refused"].items()]
@@ -91,6 +91,10 @@ def _text(answer: dict[str, Any]) -> str:
         for probed in answer["probe"]:
             lines.append(f"    {probed['asked'].ljust(width)}  {_executed(probed)}")
     return "\n".join(lines)
+
+
+def _because(why: str | None) -> str:
+    return f": {why}" if why else ""
 
 
 def _executed(probed: dict[str, Any]) -> str:
