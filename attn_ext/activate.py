@@ -20,7 +20,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -136,7 +136,11 @@ def _hold(holder: object, pin: bool) -> None:
         if not _installed:
             _switch_on()
         _holders[holder] = pin
-    _settle_pin()
+    try:
+        _settle_pin()
+    except BaseException:
+        _release(holder)
+        raise
 
 
 def _switch_on() -> None:
@@ -227,11 +231,24 @@ def _keep_native(key: str, name: str, arguments: list[str]) -> None:
         fragment: Any = torch.library.Library
         _native_library = fragment(NAMESPACE, "FRAGMENT")
 
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return _native[name].call_boxed(keys, *args, **kwargs)
+    mixed = name == "_scaled_dot_product_flash_attention"
 
-    _native_library.define(str(op._schema).replace(f"aten::{name}", f"native{name}"))
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        results = _native[name].call_boxed(keys, *args, **kwargs)
+        if mixed:
+            results = (*results[:3], results[4], results[3], *results[5:])
+        return results
+
+    _native_library.define(_native_schema(name))
     _native_library.impl(f"native{name}", call, key, with_keyset=True)
+
+
+def _native_schema(name: str) -> str:
+    """The schema of the op that keeps torch's kernel. Its results' types read the same backwards:
+    override.h says why."""
+    schema = str(getattr(torch.ops.aten, name).default._schema)
+    schema = schema.replace(f"aten::{name}", f"native{name}")
+    return schema.replace("Tensor cum_seq_k, SymInt max_q,", "SymInt max_q, Tensor cum_seq_k,")
 
 
 def _settle_pin() -> None:
@@ -286,7 +303,8 @@ def _settle_order() -> None:
 
     choice = torch.library.get_kernel("aten::_fused_sdp_choice", "CUDA")
     tensor = torch.empty(1, 1, 8, 64, dtype=torch.float16, device="meta")
-    choice.call_boxed(DispatchKeySet(DispatchKey.CUDA), tensor, tensor, tensor)
+    with suppress(RuntimeError):  # no backend that is allowed takes it: the order is settled before
+        choice.call_boxed(DispatchKeySet(DispatchKey.CUDA), tensor, tensor, tensor)
 
 
 if _has_registry:

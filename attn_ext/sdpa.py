@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn_ext import sharding
 from attn_ext._ops import call, cuda_missing, ops
+from attn_ext.sharding import register_for
 
 #: torch's own backends by the names used here.
 TORCH_BACKENDS = {
@@ -78,7 +78,11 @@ def scaled_dot_product_attention(
     "FlashAttention", 2022.
     """
     if backend == "auto":
+        if attn_mask is not None and is_causal:  # torch's fused CPU kernel would take both
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         backend = choose(query, key, value, attn_mask, dropout_p)
+        if backend == "sdpa" and scale is not None and scale <= 0:
+            backend = "math"  # torch's fused kernels scale what they masked: 0 * -inf
         if backend == "sdpa":
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
@@ -96,7 +100,7 @@ def scaled_dot_product_attention(
         raise RuntimeError(f"backend={backend!r} has no CUDA kernels here: {cuda_missing}")
 
     if type(query) is not Tensor:
-        sharding.register_for(query)
+        register_for(query)
     shape = None
     if not query.dim() == key.dim() == value.dim() == 4 or query.shape[0] != key.shape[0] or (
         query.shape[1] != key.shape[1] and not enable_gqa

@@ -381,6 +381,15 @@ def test_the_variable_takes_0_and_1(run_python) -> None:
     assert "ATTN_EXT_ACTIVATE: expected 0 or 1, got 'yes'" in done.stderr
 
 
+def test_native_results_read_the_same_backwards() -> None:
+    """torch_call_dispatcher takes the type of a result from the mirrored place of the schema."""
+    for ops in registry._OPS.values():
+        for name in ops:
+            schema = torch._C.parse_schema(f"attn_ext::{registry._native_schema(name)}")
+            types = [str(result.type) for result in schema.returns]
+            assert types == types[::-1]
+
+
 # Models.
 
 

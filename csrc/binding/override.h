@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string_view>
 
 #include "flash.h"
 
@@ -21,11 +22,18 @@ template <size_t size> struct OpName {
 };
 
 /* Runs torch's own kernel on a stack of arguments. Its error comes out with its own text, where
- * torch (2.13 on) hands that over. */
+ * torch (2.13 on) hands that over.
+ *
+ * torch_call_dispatcher takes the type of a result from the mirrored place of the schema. For the
+ * one op whose results have other types backwards, the native op has two of them in each other's
+ * places, which makes them a palindrome: Tensor but for the fourth and the sixth. */
 inline void call_native(const char *op, StableIValue *stack) {
   std::string native = std::string("attn_ext::native") + op;
-  if (torch_call_dispatcher(native.c_str(), "", stack, TORCH_ABI_VERSION) == 0)
+  if (torch_call_dispatcher(native.c_str(), "", stack, TORCH_ABI_VERSION) == 0) {
+    if (std::string_view(op) == "_scaled_dot_product_flash_attention")
+      std::swap(stack[3], stack[4]);
     return;
+  }
   using What = const char *(*)();
   auto what =
       reinterpret_cast<What>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
