@@ -46,6 +46,7 @@ bench: build  ## writes benchmarks/results
 	$(PY) benchmarks/bench_stages.py
 	$(PY) benchmarks/bench_attention.py
 	$(PY) benchmarks/bench_memory.py
+	$(PY) benchmarks/bench_calls.py
 	$(PY) -m attn_ext.profile run --out build/profile
 	$(PY) benchmarks/readme_tables.py --keep build/profile/summary.json
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -179,3 +181,48 @@ def test_nested_tensors() -> None:
         with attn_ext.activated():
             out = sdpa(nested, nested, nested).values()
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+CONTEXT_PARALLEL = """
+import os, torch, torch.distributed as dist, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+import attn_ext
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+torch.manual_seed(0)
+whole = [torch.randn(2, 4, 512, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+expected = [expected, *torch.autograd.grad(expected, whole, torch.ones_like(expected))]
+parts = [tensor.detach().clone() for tensor in whole]
+with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]), attn_ext.activated():
+    own = [part.requires_grad_() for part in [part.detach().clone() for part in parts]]
+    with torch.profiler.profile() as profiler:
+        out = F.scaled_dot_product_attention(*own, is_causal=True)
+        results = [out, *torch.autograd.grad(out, own, torch.ones_like(out))]
+        torch.cuda.synchronize()
+    results = context_parallel_unshard(mesh, results, [2] * 4)
+for result, truth in zip(results, expected, strict=True):
+    torch.testing.assert_close(result, truth, atol=3e-2, rtol=3e-2)
+names = {event.key for event in profiler.key_averages()}
+assert any(name.startswith("attn_flash_fwd") for name in names), names
+assert any(name.startswith("attn_flash_bwd") for name in names), names
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_context_parallel(ranks, tmp_path) -> None:
+    """Each rank holds a share of the length; torch merges what our kernel gives for each part."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    script = tmp_path / "context_parallel.py"
+    script.write_text(CONTEXT_PARALLEL)
+    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
