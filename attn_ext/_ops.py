@@ -37,17 +37,37 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     The gradients of this package's ops are registered from Python, and the way past them costs a
     call half of its time on the host (20 us against 10), also where they have nothing to do.
+
+    Raises:
+        RuntimeError: under forward-mode AD or torch.func.grad, which those gradients do not serve.
     """
-    wanted = torch.is_grad_enabled() and any(
-        isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
-    )
-    # vmap, grad and jvp of torch.func, and forward-mode AD, see no requires_grad.
-    if (
-        wanted
-        or torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    level = torch._C._functorch.peek_interpreter_stack()
+    if level is not None or forward_ad._current_level >= 0:
+        _refuse_transforms(level, tensors)
+        return op(*args, **kwargs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return op(*args, **kwargs)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)
+
+
+def _refuse_transforms(level: Any, tensors: list[torch.Tensor]) -> None:
+    """What would drop a tangent in silence, or end in an error that names none of this package."""
+    functorch = torch._C._functorch
+    unpack: Any = forward_ad.unpack_dual
+    if forward_ad._current_level >= 0 and any(
+        unpack(tensor).tangent is not None for tensor in tensors
+    ):
+        raise RuntimeError(
+            "attn_ext: forward-mode derivatives of attention are not supported; "
+            'backend="math" has them'
+        )
+    grad = level is not None and level.key() == functorch.TransformType.Grad
+    if grad and any(functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
+        raise RuntimeError(
+            "attn_ext: torch.func.grad and its like are not supported by these ops, torch.autograd "
+            'is; backend="math" serves both'
+        )

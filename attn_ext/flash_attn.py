@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_ext._ops import ops
+from attn_ext._ops import call, ops
 from attn_ext.sdpa import dropout_state
 
 #: The output, or with return_attn_probs (output, logsumexp, None).
@@ -63,7 +63,8 @@ def flash_attn_func(
     """
     _refuse(alibi_slopes=alibi_slopes)
     rng_state = dropout_state(q.device) if dropout_p > 0.0 else None
-    out, logsumexp = ops.flash_attention_forward(
+    out, logsumexp = call(
+        ops.flash_attention_forward.default,
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, dropout_p, causal, rng_state,
         scale=softmax_scale, window_size_left=window_size[0], window_size_right=window_size[1],
         bottom_right=True, softcap=softcap, deterministic=deterministic,
@@ -153,7 +154,8 @@ def flash_attn_varlen_func(
     """
     _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
     rng_state = dropout_state(q.device) if dropout_p > 0.0 else None
-    out, logsumexp = ops.flash_attention_varlen_forward(
+    out, logsumexp = call(
+        ops.flash_attention_varlen_forward.default,
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, causal,
         rng_state, scale=softmax_scale, window_size_left=window_size[0],
         window_size_right=window_size[1], softcap=softcap, deterministic=deterministic,

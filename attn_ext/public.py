@@ -12,7 +12,8 @@ from attn_ext.flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from attn_ext.sdpa import BACKENDS, dropout_state, scaled_dot_product_attention
+from attn_ext.merge import merge_attention
+from attn_ext.sdpa import BACKENDS, dropout_state, sac_ops, scaled_dot_product_attention
 from attn_ext.use import use
 
 __all__ = [
@@ -32,7 +33,9 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "is_active",
+    "merge_attention",
     "ops",
+    "sac_ops",
     "scaled_dot_product_attention",
     "use",
 ]

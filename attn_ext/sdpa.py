@@ -38,6 +38,14 @@ def dropout_state(device: torch.device | str) -> Tensor:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
+def sac_ops() -> set[torch._ops.OpOverload]:
+    """The ops whose results selective activation checkpointing should save: the fused forwards.
+
+    For create_selective_checkpoint_contexts(list(attn_ext.sac_ops())), or a policy of one's own.
+    """
+    return {ops.flash_attention_forward.default, ops.flash_attention_varlen_forward.default}
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

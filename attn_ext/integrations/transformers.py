@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from attn_ext._ops import ops
+from attn_ext._ops import call, ops
 from attn_ext.sdpa import BACKENDS, dropout_state, scaled_dot_product_attention
 
 #: transformers reads these in a name: it then prepares masks and caches for an implementation of
@@ -129,7 +129,8 @@ def attention(
         )  # fmt: skip
     elif backend in ("auto", "flash"):
         rng_state = dropout_state(query.device) if dropout else None
-        out, _ = ops.flash_attention_forward(
+        out, _ = call(
+            ops.flash_attention_forward.default,
             query, key, value, attention_mask, dropout, causal, rng_state, scale=scaling,
             softcap=softcap,
         )  # fmt: skip
