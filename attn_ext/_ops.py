@@ -41,7 +41,8 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: under forward-mode AD or torch.func.grad, which those gradients do not serve.
     """
-    if torch.compiler.is_compiling():
+    # A function mode or a subclass may bring in tensors that want a gradient.
+    if torch.compiler.is_compiling() or torch.overrides.has_torch_function(args):
         return op(*args, **kwargs)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     level = torch._C._functorch.peek_interpreter_stack()

@@ -93,6 +93,28 @@ def test_selective_checkpointing_keeps_attention(device) -> None:
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_mode_may_bring_gradients(device, backend) -> None:
+    """A mode multiplies query by a trained weight; nothing that is passed in wants a gradient."""
+    q, k, v = operands(device)
+    weight = torch.ones((), device=device, requires_grad=True)
+
+    class Scaled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "attention" in str(func) and args[0].shape == q.shape:
+                args = (args[0] * weight, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+    with Scaled():
+        out = sdpa(q, k, v, backend=backend)
+    (found,) = torch.autograd.grad(out.sum(), weight)
+    scaled = q.clone().requires_grad_()
+    (right,) = torch.autograd.grad(sdpa(scaled, k, v, backend=backend).sum(), scaled)
+    torch.testing.assert_close(found, (right * q).sum())
+
+
 @pytest.mark.parametrize("needs", [0, 1, 2])
 def test_a_frozen_input_costs_nothing(device, needs) -> None:
     """The backward op is asked for the gradients that are wanted, and for no other."""
