@@ -76,8 +76,12 @@ def _fold_mask(mask: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
 def _attention(op: Any, mask_at: int, dropout_at: int) -> Rule:
     """Of an attention op, forward or backward: tensors before `mask_at` have a batch axis."""
     one_by_one = _one_by_one(op)
+    declared = [arg for arg in op.default._schema.arguments if not arg.kwarg_only]
 
     def rule(info: Any, in_dims: InDims, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # Trailing arguments that are their defaults do not come.
+        args = (*args, *(arg.default_value for arg in declared[len(args) :]))
+        in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
         wants_mask_gradient = any(isinstance(arg, (list, tuple)) and arg[3] for arg in args)
         if args[dropout_at] > 0.0 or wants_mask_gradient:
             return one_by_one(info, in_dims, *args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from problems import MASKS, SHAPES, make_mask, problem, rng_state
@@ -70,6 +72,7 @@ BANDS = [
     {"window_size_left": 33, "window_size_right": 5, "bottom_right": True},
     {"is_causal": True, "bottom_right": True},
     {"is_causal": True, "window_size_left": 64},
+    {"window_size_left": sys.maxsize, "window_size_right": sys.maxsize, "bottom_right": True},
 ]
 
 

@@ -158,12 +158,13 @@ def test_flops_by_torchs_convention(device) -> None:
     assert counter.get_total_flops() == 12582912
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("backend", OWN)
-def test_vmap_equals_a_loop(device, backend) -> None:
+def test_vmap_equals_a_loop(device, backend, is_causal) -> None:
     q, k, v = (torch.randn(5, 2, 3, 12, 8, device=device) for _ in range(3))
 
     def attend(q, k, v):
-        return sdpa(q, k, v, is_causal=True, backend=backend)
+        return sdpa(q, k, v, is_causal=is_causal, backend=backend)
 
     for in_dims in ((0, None, None), (0, 0, None), (0, 1, None), (0, 0, 0)):
         key = k[0] if in_dims[1] is None else k.transpose(0, 1) if in_dims[1] else k

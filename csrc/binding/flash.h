@@ -2,6 +2,9 @@
  * device.h; the kernels behind it are chosen by cpu/select.c and cuda/select.c. */
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "checks.h"
 #include "device.h"
 
@@ -46,8 +49,9 @@ struct FlashCall : Attention {
     args.total_q = batch * seq_q, args.total_k = batch * seq_k;
     args.scale = scale;
     args.softcap = options.softcap;
-    args.window_left = left;
-    args.window_right = options.is_causal ? 0 : right;
+    /* No two rows are further apart; sums with what a caller takes for infinity would overflow. */
+    args.window_left = std::min<int64_t>(left, INT32_MAX);
+    args.window_right = options.is_causal ? 0 : std::min<int64_t>(right, INT32_MAX);
     args.bottom_right = options.bottom_right;
     args.dropout_p = options.dropout_p;
     if (options.dropout_p > 0.0)
